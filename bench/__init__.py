@@ -1,0 +1,1 @@
+"""Workloads and benchmarks. May import anything of Shoal's; nothing imports it."""

@@ -1,0 +1,1 @@
+"""Block keys, block pool and prefix cache: pure state machines. Imports nothing of Shoal's."""
