@@ -1,0 +1,29 @@
+"""Errors that a caller of the engine can act on."""
+
+from engine.wire import RejectCode
+
+
+class ShoalError(Exception):
+    """Base of Shoal's own errors. Its text is fit for the user who caused it."""
+
+
+class ModelRefused(ShoalError):
+    """A model that this engine cannot serve correctly, with the reason."""
+
+
+class ConfigurationError(ShoalError):
+    """A configuration that cannot work on this machine, with both figures."""
+
+
+class RequestRejected(ShoalError):
+    """One request that cannot be taken."""
+
+    def __init__(self, code: RejectCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class EngineLost(ShoalError):
+    """The engine died, restarted, or no longer knows this ingress: the attempt is over, the request
+    can be added elsewhere with its output so far."""

@@ -1,0 +1,227 @@
+"""Runs steps on a real model.
+
+Invariant: the state of a run follows from its `Start` and the steps since; nothing of a step that
+failed stays behind, because writing the same KV and drawing the same token again changes nothing.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from configs.engine import EngineConfig
+from engine.errors import ConfigurationError
+from engine.kernels.batch import AttentionBatch, SequenceSlice
+from engine.models.kv_cache import KVCache, plan_num_blocks
+from engine.models.resolve import resolve_model
+from engine.models.traits import fingerprint
+from engine.models.transformers_model import TransformersModel
+from engine.plan import ExecutorInfo, Sampled, Slice, Start, StepPlan, StepResult
+from engine.sampling.sampler import Sampler
+from engine.sampling.state import SamplingState
+
+_log = logging.getLogger(__name__)
+
+
+class BlockTable:
+    """A growing row of block ids that is read without a copy."""
+
+    def __init__(self, block_ids: Sequence[int]) -> None:
+        self._length = len(block_ids)
+        self._ids = np.zeros(max(16, 2 * self._length), dtype=np.int32)
+        self._ids[: self._length] = block_ids
+
+    @property
+    def ids(self) -> NDArray[np.int32]:
+        """Valid until the next `extend`."""
+        return self._ids[: self._length]
+
+    def extend(self, block_ids: Sequence[int]) -> None:
+        length = self._length + len(block_ids)
+        if length > len(self._ids):
+            grown = np.zeros(2 * length, dtype=np.int32)
+            grown[: self._length] = self.ids
+            self._ids = grown
+        self._ids[self._length : length] = block_ids
+        self._length = length
+
+
+@dataclass(slots=True)
+class _Run:
+    sampling: SamplingState
+    blocks: BlockTable
+    failure: str | None = None
+    """Set once; a later slice, planned before the failure was known, gets it again."""
+
+
+class ModelExecutor:
+    """`engine.plan.Executor` over a `TransformersModel`."""
+
+    def __init__(self, model: TransformersModel, cache: KVCache, info: ExecutorInfo) -> None:
+        self._model = model
+        self._cache = cache
+        self._info = info
+        self._sampler = Sampler(info.eos_token_ids)
+        self._runs: dict[int, _Run] = {}
+
+    @classmethod
+    def load(
+        cls, config: EngineConfig, progress: Callable[[str], None] = lambda message: None
+    ) -> "ModelExecutor":
+        """Loads what `config` names. Raises `ModelRefused` or `ConfigurationError`."""
+        torch.set_num_threads(config.threads or _usable_cores())
+        device = _device(config.device)
+        folder = resolve_model(config.model, progress)
+        model = TransformersModel.load(folder, device, config.dtype, progress)
+        traits = model.traits
+        try:
+            if config.max_model_len is not None and config.max_model_len > traits.max_model_len:
+                raise ConfigurationError(
+                    f"max_model_len is {config.max_model_len}, and the model's own limit is "
+                    f"{traits.max_model_len}"
+                )
+            num_blocks = plan_num_blocks(traits, config.cache, device)
+            cache = KVCache(traits, num_blocks, config.cache.block_size, device)
+        except BaseException:
+            model.close()
+            raise
+        info = ExecutorInfo(
+            model=config.model,
+            fingerprint=fingerprint(folder, traits),
+            vocab_size=traits.vocab_size,
+            max_model_len=traits.max_model_len,
+            num_blocks=num_blocks,
+            block_size=config.cache.block_size,
+            eos_token_ids=traits.eos_token_ids,
+            kv_bytes_per_token=traits.kv_bytes_per_token,
+            weight_bytes=model.weight_bytes,
+            device=str(device),
+            dtype=traits.dtype,
+        )
+        return cls(model, cache, info)
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self._info
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Runs one step; see `engine.plan.Executor`."""
+        began = time.perf_counter()
+        for run_id in plan.ended:
+            self._runs.pop(run_id, None)
+        if plan.copies:
+            self._cache.copy_blocks(plan.copies)
+        for start in plan.starts:
+            self._runs[start.run_id] = self._begin(start)
+
+        failures: dict[int, str] = {}
+        healthy: list[Slice] = []
+        for item in plan.slices:
+            run = self._runs[item.run_id]
+            run.blocks.extend(item.new_block_ids)
+            if run.failure is None:
+                healthy.append(item)
+            else:
+                failures[item.run_id] = run.failure
+        draws = self._compute_or_isolate(healthy) if healthy else {}
+
+        sampled: dict[int, Sampled] = {}
+        for run_id, draw in draws.items():
+            run = self._runs[run_id]
+            if isinstance(draw, str):
+                failures[run_id] = run.failure = draw
+                continue
+            for token_id in draw.token_ids:
+                run.sampling.append(token_id)
+            sampled[run_id] = draw
+        return StepResult(plan.step, sampled, failures, time.perf_counter() - began)
+
+    def close(self) -> None:
+        self._runs.clear()
+        self._model.close()
+
+    def _begin(self, start: Start) -> _Run:
+        run = _Run(
+            SamplingState(start.sampling, start.token_ids, start.num_prompt_tokens),
+            BlockTable(start.block_ids),
+        )
+        largest = max(start.token_ids)
+        if largest >= self._info.vocab_size:
+            # On an accelerator an index out of range would take the whole device down.
+            run.failure = f"token id {largest} is not in the vocabulary of {self._info.vocab_size}"
+        return run
+
+    def _compute_or_isolate(self, slices: Sequence[Slice]) -> dict[int, Sampled | str]:
+        """Computes all slices at once; if that fails, one at a time, so that the run at fault fails
+        alone. Raises where the device itself is at fault."""
+        try:
+            return self._compute(slices)
+        except Exception as error:
+            self._check_device()
+            if len(slices) == 1:
+                _log.exception("run %d failed", slices[0].run_id)
+                return {slices[0].run_id: f"this request cannot be computed: {error}"}
+            _log.warning("a step of %d slices failed (%s); trying each alone", len(slices), error)
+        draws: dict[int, Sampled | str] = {}
+        for item in slices:
+            draws.update(self._compute_or_isolate([item]))
+        return draws
+
+    def _compute(self, slices: Sequence[Slice]) -> dict[int, Sampled | str]:
+        """The forward pass and the draws of `slices`, by run id. Changes no run."""
+        token_ids: list[int] = []
+        parts: list[SequenceSlice] = []
+        rows: list[int] = []
+        sampling: list[tuple[int, SamplingState]] = []
+        for item in slices:
+            run = self._runs[item.run_id]
+            known = run.sampling.token_ids
+            end = item.start + item.length
+            if end > len(known) or (item.samples and end != len(known)):
+                raise ValueError(f"slice [{item.start}, {end}) of a run with {len(known)} tokens")
+            token_ids += known[item.start : end]
+            parts.append(SequenceSlice(item.start, item.length, run.blocks.ids))
+            if item.samples:
+                rows.append(len(token_ids) - 1)
+                sampling.append((item.run_id, run.sampling))
+        device = self._model.device
+        batch = AttentionBatch.build(parts, self._cache.block_size, device)
+        logits = self._model.forward(
+            torch.tensor(token_ids, device=device),
+            batch,
+            torch.tensor(rows, dtype=torch.int64, device=device),
+            self._cache,
+        )
+        if not rows:
+            return {}
+        draws = self._sampler.sample(logits, [state for _, state in sampling])
+        return {run_id: draw for (run_id, _), draw in zip(sampling, draws, strict=True)}
+
+    def _check_device(self) -> None:
+        """Raises when the device no longer computes: then no run is to blame."""
+        device = self._model.device
+        if torch.ones(2, device=device).sum().item() != 2.0:
+            raise RuntimeError(f"{device} no longer computes correctly")
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigurationError(f"device {name!r} is not usable: {error}") from error
+    return device

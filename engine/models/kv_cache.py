@@ -1,0 +1,84 @@
+"""The KV memory of one engine: a fixed number of blocks, allocated once.
+
+Invariant: block ``i`` is block ``i`` in every layer, so one block table serves them all.
+
+Sizing: ``num_blocks = memory_bytes // block_bytes`` with ``block_bytes = block_size *
+kv_bytes_per_token``, and ``memory_bytes = num_blocks * block_bytes`` the other way round.
+"""
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from configs.engine import CacheConfig
+from engine.errors import ConfigurationError
+from engine.models.traits import ModelTraits
+
+
+class KVCache:
+    """Keys and values of each layer, ``[num_blocks, kv_heads, block_size, head_dim]``."""
+
+    def __init__(
+        self, traits: ModelTraits, num_blocks: int, block_size: int, device: torch.device
+    ) -> None:
+        shape = (num_blocks, traits.num_kv_heads, block_size, traits.head_dim)
+        dtype = getattr(torch, traits.dtype)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.layers = [
+            (
+                torch.zeros(shape, dtype=dtype, device=device),
+                torch.zeros(shape, dtype=dtype, device=device),
+            )
+            for _ in range(traits.num_layers)
+        ]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks, (source, destination), in order."""
+        destinations = {destination for _, destination in pairs}
+        independent = len(destinations) == len(pairs) and destinations.isdisjoint(
+            source for source, _ in pairs
+        )
+        # At once where order cannot matter, which is what a scheduler's plans look like.
+        for group in [pairs] if independent else [[pair] for pair in pairs]:
+            index = torch.tensor(group, device=self.layers[0][0].device)
+            for layer in self.layers:
+                for cache in layer:
+                    cache[index[:, 1]] = cache[index[:, 0]]
+
+
+def plan_num_blocks(traits: ModelTraits, cache: CacheConfig, device: torch.device) -> int:
+    """How many blocks to allocate. Raises `ConfigurationError`, with both figures, when not even
+    one fits the configured memory, or all of them don't fit the device's."""
+    block_bytes = cache.block_size * traits.kv_bytes_per_token
+    if cache.num_blocks is not None:
+        num_blocks = cache.num_blocks
+    else:
+        num_blocks = cache.memory_bytes // block_bytes
+        if num_blocks < 1:
+            raise ConfigurationError(
+                f"cache.memory_bytes is {cache.memory_bytes}, less than one KV block of this "
+                f"model: {cache.block_size} tokens take {block_bytes} bytes"
+            )
+    available = _available_bytes(device)
+    if available is not None and num_blocks * block_bytes > available:
+        raise ConfigurationError(
+            f"{num_blocks} KV blocks of {block_bytes} bytes need {num_blocks * block_bytes} bytes, "
+            f"and {device.type} has {available} bytes available"
+        )
+    return num_blocks
+
+
+def _available_bytes(device: torch.device) -> int | None:
+    """Free memory of the device; none where it cannot be told."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "cpu":
+        try:
+            with open("/proc/meminfo") as file:
+                fields = dict(line.split(":", 1) for line in file)
+            return int(fields["MemAvailable"].split()[0]) * 1024
+        except (OSError, KeyError, ValueError):
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None

@@ -1,0 +1,90 @@
+"""From the name of a model to a local folder.
+
+Invariant: what comes back holds a config.json and safetensors weights; no code from a model's
+repository is ever fetched or run. Nothing heavy is imported here: the ingress uses this module to
+find the tokenizer.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.errors import ModelRefused
+
+DEFAULT_MODEL = "default"
+# Everything a tokenizer and a model need; python files, pickles and other formats stay behind.
+_ALLOWED_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model",
+                  "*.jinja")  # fmt: skip
+_HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
+
+
+def resolve_model(model: str, progress: Callable[[str], None] = lambda message: None) -> Path:
+    """The folder of `model`: ``default``, a local folder, or a hub id.
+
+    A hub id is looked up in the local hub cache when ``HF_HUB_OFFLINE`` is set, and downloaded
+    otherwise. Raises `ModelRefused` with what to do about it.
+    """
+    if model == DEFAULT_MODEL:
+        from engine.models.default import ensure_default_model
+
+        return ensure_default_model(progress)
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        _check_folder(folder)
+        return folder.resolve()
+    if folder.exists():
+        raise ModelRefused(f"{model} is a file; a model is a folder with config.json and "
+                           "*.safetensors")  # fmt: skip
+    if not _HUB_ID.match(model) or model.startswith("."):
+        raise ModelRefused(
+            f"there is no folder {model}, and it is no hub id of the form owner/name either"
+        )
+    folder = _from_hub(model, progress)
+    _check_folder(folder)
+    return folder
+
+
+def _check_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise ModelRefused(f"{folder} has no config.json: it is no model folder")
+    if any(folder.glob("*.safetensors")):
+        return
+    others = [
+        suffix for suffix in (".gguf", ".bin", ".pt", ".pth") if any(folder.glob(f"*{suffix}"))
+    ]
+    found = f"; it has {', '.join(others)} files" if others else ""
+    raise ModelRefused(
+        f"{folder} has no *.safetensors{found}. Only safetensors are loaded (pickled weights can "
+        "run code): convert it with save_pretrained"
+    )
+
+
+def _from_hub(model: str, progress: Callable[[str], None]) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    progress(f"looking for {model} in the hub cache, or downloading it")
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(_ALLOWED_FILES)))
+    except GatedRepoError as error:
+        raise ModelRefused(
+            f"{model} is gated: accept its terms on the hub and log in with `hf auth login`"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelRefused(
+            f"there is no folder and no hub repository {model} (or it is private and this machine "
+            "is not logged in)"
+        ) from error
+    except (LocalEntryNotFoundError, OSError) as error:
+        reason = (
+            "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        )
+        raise ModelRefused(
+            f"{model} is not in the local hub cache, and {reason}. Download it first, or give a "
+            "local folder"
+        ) from error
