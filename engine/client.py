@@ -1,0 +1,380 @@
+"""An ingress's end of the wire: one asyncio client for one engine.
+
+Invariant: a stream yields each output token once and in order, or raises `EngineLost`; what other
+attempts or a dead incarnation send is dropped. Nothing here blocks the event loop, and nothing
+here imports torch.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import zmq
+
+from engine import wire
+from engine.errors import EngineLost, RequestRejected
+from engine.stream import Need, StreamFollower
+from engine.wire import RefuseCode, RejectCode, SamplingParams, TokenItem
+
+logger = logging.getLogger(__name__)
+
+_HEARTBEAT_S = 1.0
+_REPAIR_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One choice of one request, as an ingress hands it to an engine."""
+
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams
+    request_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    attempt: int = 0
+    output_ids: Sequence[int] = ()
+    """What earlier attempts delivered."""
+    priority: int = 0
+    cache_domain: str = ""
+
+
+class EngineStream:
+    """The output of one attempt: iterate it for `TokenItem`s; the last one carries `finish`."""
+
+    def __init__(self, client: "EngineClient", request: EngineRequest) -> None:
+        self.request_id = request.request_id
+        self.attempt = request.attempt
+        self.num_output_tokens = len(request.output_ids)
+        self._client = client
+        self._items: deque[TokenItem] = deque()
+        self._error: Exception | None = None
+        self._accepted = False
+        self._ended = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> AsyncIterator[TokenItem]:
+        return self
+
+    async def __anext__(self) -> TokenItem:
+        while not self._items:
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                raise StopAsyncIteration
+            await self._wait()
+        return self._items.popleft()
+
+    def abort(self) -> None:
+        """Ends the attempt here and in the engine. Harmless when it has ended."""
+        if not self._ended:
+            self._client._abort(self)
+            self._end()
+
+    async def _wait_accepted(self) -> None:
+        while not self._accepted:
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _accept(self) -> None:
+        self._accepted = True
+        self._wake()
+
+    def _put(self, item: TokenItem) -> None:
+        """Takes what is new of `item`. A hole means that output was lost on the way."""
+        skip = self.num_output_tokens - item.offset
+        if skip < 0:
+            self._fail(EngineLost(f"output of request {self.request_id} has a gap"))
+            self._client._abort(self)
+            return
+        if skip > 0:
+            logprobs = item.logprobs[skip:] if item.logprobs is not None else None
+            item = msgspec.structs.replace(
+                item,
+                offset=self.num_output_tokens,
+                token_ids=item.token_ids[skip:],
+                logprobs=logprobs,
+            )
+        if not item.token_ids and item.finish is None:
+            return
+        self.num_output_tokens += len(item.token_ids)
+        self._items.append(item)
+        if item.finish is not None:
+            self._end()
+        self._wake()
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        self._client._streams.pop(self.request_id, None)
+        self._wake()
+
+
+class EngineClient:
+    """A session with one engine. Use `connect`, then `add` for each request."""
+
+    def __init__(self, endpoint: str, ingress_id: str) -> None:
+        self.endpoint = endpoint
+        self.ingress_id = ingress_id
+        self.info: wire.HelloReply | None = None
+        """What the engine said of itself; None while there is no session."""
+        self.follower: StreamFollower | None = None
+        """The engine's cache and load, as published."""
+        self._streams: dict[str, EngineStream] = {}
+        self._number = 0
+        self._heard_s = 0.0
+        self._greeted = asyncio.Event()
+        self._refusal = ""
+        self._repair_sent_s = 0.0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._requests = self._socket(zmq.DEALER)
+        self._requests.setsockopt(zmq.ROUTING_ID, ingress_id.encode())
+        self._stream = self._socket(zmq.SUB)
+        self._stream.subscribe(b"")
+        self._stream_endpoint = ""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._drain_scheduled = False
+
+    def _socket(self, kind: int) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        return socket
+
+    @classmethod
+    async def connect(
+        cls, endpoint: str, ingress_id: str | None = None, timeout_s: float = 10.0
+    ) -> Self:
+        """Opens a session. Raises `EngineLost` if the engine does not answer in `timeout_s`, or
+        refuses (its reason in the text)."""
+        client = cls(endpoint, ingress_id or f"client-{secrets.token_hex(6)}")
+        client._requests.connect(endpoint)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(client._requests.FD, client._drain)
+        loop.add_reader(client._stream.FD, client._drain)
+        client._heard_s = loop.time()
+        client._send(client._hello())
+        try:
+            await asyncio.wait_for(client._greeted.wait(), timeout_s)
+        except TimeoutError:
+            await client.close()
+            reason = client._refusal or f"no answer within {timeout_s:g} s"
+            raise EngineLost(f"no session with engine at {endpoint}: {reason}") from None
+        client._tasks.append(asyncio.create_task(client._keep_alive()))
+        return client
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def add(self, request: EngineRequest, accept_timeout_s: float = 10.0) -> EngineStream:
+        """Sends a request and waits until the engine has accepted it.
+
+        Raises `RequestRejected` with the engine's code and message, or `EngineLost`."""
+        if self.info is None:
+            raise EngineLost(f"no session with engine at {self.endpoint}")
+        if request.request_id in self._streams:
+            raise RequestRejected(
+                RejectCode.INVALID, f"request_id {request.request_id!r} is already running"
+            )
+        self._number += 1
+        frame = wire.encode(
+            wire.AddRequest(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                number=self._number,
+                incarnation=self.info.incarnation,
+                prompt_ids=tuple(request.prompt_ids),
+                sampling=request.sampling,
+                output_ids=tuple(request.output_ids),
+                priority=request.priority,
+                cache_domain=request.cache_domain,
+            )
+        )
+        limit = self.info.max_message_bytes
+        if len(frame) > limit:
+            raise RequestRejected(
+                RejectCode.INVALID, f"the request takes {len(frame)} bytes; the limit is {limit}"
+            )
+        stream = EngineStream(self, request)
+        self._streams[request.request_id] = stream
+        self._send_frame(frame)
+        try:
+            async with asyncio.timeout(accept_timeout_s):
+                await stream._wait_accepted()
+        except TimeoutError:
+            stream.abort()
+            raise EngineLost(f"engine did not answer within {accept_timeout_s:g} s") from None
+        except asyncio.CancelledError:
+            stream.abort()
+            raise
+        return stream
+
+    async def close(self) -> None:
+        """Ends the session; the engine aborts what still runs for it."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._lose("the client was closed")
+        if self._requests.closed:
+            return
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._requests.FD)
+        loop.remove_reader(self._stream.FD)
+        self._send(wire.Goodbye())
+        self._requests.close(linger=100)
+        self._stream.close(linger=0)
+        self._context.term()
+
+    # ------------------------------------------------------------ sending
+
+    def _hello(self) -> wire.Hello:
+        return wire.Hello(wire.WIRE_VERSION, self.ingress_id)
+
+    def _abort(self, stream: EngineStream) -> None:
+        if self.info is not None:
+            self._send(wire.Abort(((stream.request_id, stream.attempt),)))
+
+    def _send(self, message: wire.Message) -> None:
+        self._send_frame(wire.encode(message))
+
+    def _send_frame(self, frame: bytes) -> None:
+        # A full pipe means that the engine is not reading: its silence will end the session.
+        with contextlib.suppress(zmq.Again):
+            self._requests.send(frame, zmq.NOBLOCK)
+        # A send may swallow the edge that signals incoming messages on the same descriptor.
+        if not self._drain_scheduled:
+            self._drain_scheduled = True
+            asyncio.get_running_loop().call_soon(self._drain)
+
+    async def _keep_alive(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            # Several a lease, so that one late heartbeat costs nothing.
+            lease_s = self.info.lease_s if self.info is not None else math.inf
+            await asyncio.sleep(min(_HEARTBEAT_S, lease_s / 4))
+            if self.info is None:
+                self._send(self._hello())
+                continue
+            silence_s = loop.time() - self._heard_s
+            if silence_s > self.info.lease_s:
+                self._lose(f"engine at {self.endpoint} has been silent for {silence_s:.1f} s")
+                continue
+            self._send(wire.Heartbeat())
+            self._repair_stream()
+
+    def _repair_stream(self) -> None:
+        follower, now = self.follower, asyncio.get_running_loop().time()
+        if follower is None or follower.in_sync or now - self._repair_sent_s < _REPAIR_INTERVAL_S:
+            return
+        self._repair_sent_s = now
+        if follower.need is Need.REPLAY:
+            self._send(wire.ReplayRequest(follower.sequence + 1))
+        else:
+            self._send(wire.SnapshotRequest())
+
+    # ------------------------------------------------------------ receiving
+
+    def _drain(self) -> None:
+        """Reads all that has arrived. The descriptor is edge-triggered, hence to the last one."""
+        self._drain_scheduled = False
+        if self._requests.closed:
+            return
+        for socket, handle in ((self._requests, self._on_reply), (self._stream, self._on_frame)):
+            while True:
+                try:
+                    frame = socket.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                self._heard_s = asyncio.get_running_loop().time()
+                try:
+                    handle(frame)
+                except msgspec.DecodeError:
+                    logger.exception("unreadable message from engine at %s", self.endpoint)
+
+    def _on_frame(self, frame: bytes) -> None:
+        if self.follower is not None:
+            self.follower.on_frame(wire.decode_stream(frame))
+            self._repair_stream()
+
+    def _on_reply(self, frame: bytes) -> None:
+        message = wire.decode_to_ingress(frame)
+        match message:
+            case wire.TokenBatch(items=items):
+                for item in items:
+                    stream = self._streams.get(item.request_id)
+                    if stream is not None and stream.attempt == item.attempt:
+                        stream._put(item)
+            case wire.Accepted() | wire.Rejected():
+                self._on_admission(message)
+            case wire.HelloReply():
+                self._on_hello(message)
+            case wire.Refused():
+                self._on_refused(message)
+            case wire.Replay(frames=frames) if self.follower is not None:
+                self.follower.on_replay(frames)
+            case wire.SnapshotChunk() if self.follower is not None:
+                self.follower.on_snapshot(message)
+
+    def _on_admission(self, message: wire.Accepted | wire.Rejected) -> None:
+        stream = self._streams.get(message.request_id)
+        if stream is None or stream.attempt != message.attempt:
+            return
+        if isinstance(message, wire.Accepted):
+            stream._accept()
+        elif message.code is RejectCode.STALE_INCARNATION:
+            stream._fail(EngineLost(message.message))
+        else:
+            stream._fail(RequestRejected(message.code, message.message))
+
+    def _on_hello(self, reply: wire.HelloReply) -> None:
+        if self._stream_endpoint != reply.stream_endpoint:
+            if self._stream_endpoint:
+                self._stream.disconnect(self._stream_endpoint)
+            self._stream.connect(reply.stream_endpoint)
+            self._stream_endpoint = reply.stream_endpoint
+        self.info = reply
+        self.follower = StreamFollower(reply.incarnation)
+        self._repair_sent_s = 0.0
+        self._greeted.set()
+        self._repair_stream()
+
+    def _on_refused(self, message: wire.Refused) -> None:
+        logger.warning("engine at %s: %s: %s", self.endpoint, message.code, message.message)
+        self._refusal = message.message
+        if message.code in (RefuseCode.NO_SESSION, RefuseCode.VERSION):
+            self._lose(f"engine at {self.endpoint} closed the session: {message.message}")
+
+    def _lose(self, reason: str) -> None:
+        self.info = None
+        self.follower = None
+        self._greeted.clear()
+        for stream in list(self._streams.values()):
+            stream._fail(EngineLost(reason))

@@ -1,0 +1,295 @@
+"""EngineCore: sockets, scheduler, cache and errors, around a device that computes.
+
+Invariant: only the control thread (the one in `run`) touches scheduler, cache and sockets; only the
+compute thread touches the executor. They exchange a StepPlan for a StepResult and nothing else.
+"""
+
+import logging
+import secrets
+import time
+from pathlib import Path
+
+from cache.keys import KEY_SCHEMA, key_root
+from cache.prefix import PrefixCache
+from configs.engine import EngineConfig
+from engine import wire
+from engine.admission import check, context_limit
+from engine.compute import ComputeThread
+from engine.errors import ConfigurationError, RequestRejected
+from engine.load import LoadMeter
+from engine.plan import Executor, StepPlan, StepResult
+from engine.request import RequestKey, RequestState, TokenEvent
+from engine.scheduler import Scheduler
+from engine.stream import StreamLog, to_delta
+from engine.transport import Closed, EngineTransport, Inbound, Session
+from engine.wire import FinishReason, RefuseCode, RejectCode, TokenItem
+
+logger = logging.getLogger(__name__)
+
+_UNSENT_RETRY_S = 0.005
+_STOP_TIMEOUT_S = 5.0
+
+
+class EngineCore:
+    """One engine: build it, tell the world its `endpoint`, then call `run` in its own thread."""
+
+    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+        self.config = config
+        self.incarnation = secrets.randbits(61)
+        info = executor.info
+        self._info = info
+        self._executor = executor
+        self._secret = _read_secret(config.cluster_secret_file)
+        self._max_model_len = context_limit(info, config.max_model_len)
+        self._transport = EngineTransport(config.transport)
+        self._scheduler = Scheduler(
+            config.scheduler,
+            PrefixCache(info.num_blocks),
+            info.block_size,
+            reuse=config.cache.enable_prefix_caching,
+        )
+        self._stream = StreamLog(self.incarnation, config.transport.replay_frames)
+        self._compute = ComputeThread(executor, self._transport.wake)
+        self._meter = LoadMeter()
+        self._owners: dict[RequestKey, Session] = {}
+        self._plan: StepPlan | None = None
+        self._report_due_s = 0.0
+        self._is_stopping = False
+        self._hello = wire.HelloReply(
+            wire_version=wire.WIRE_VERSION,
+            engine_id=f"engine-{secrets.token_hex(4)}",
+            incarnation=self.incarnation,
+            model=info.model,
+            fingerprint=info.fingerprint,
+            block_size=info.block_size,
+            key_schema=KEY_SCHEMA,
+            vocab_size=info.vocab_size,
+            max_model_len=self._max_model_len,
+            num_blocks=info.num_blocks,
+            eos_token_ids=info.eos_token_ids,
+            lease_s=config.transport.lease_s,
+            max_message_bytes=config.transport.max_message_bytes,
+            stream_endpoint=self._transport.stream_endpoint,
+        )
+
+    @property
+    def endpoint(self) -> str:
+        """Where clients connect."""
+        return self._transport.endpoint
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._compute.is_busy and not self._scheduler.requests
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges, readable from any thread."""
+        scheduler, pool = self._scheduler, self._scheduler.cache.pool
+        return {
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting,
+            "sessions": len(self._transport.sessions),
+            "held_blocks": pool.num_held,
+            "num_blocks": pool.num_blocks,
+            "cached_blocks": len(self._stream.keys),
+            "evicted_blocks": scheduler.cache.num_evicted,
+            "preemptions": scheduler.num_preemptions,
+            "steps": self._meter.num_steps,
+            "prefill_tokens": self._meter.num_prefill_tokens,
+            "output_tokens": self._meter.num_decode_tokens,
+        }
+
+    def run(self) -> None:
+        """Serves until `stop`. Raises what the executor raised, after telling every client."""
+        self._compute.start()
+        try:
+            while not self._is_stopping:
+                self._turn()
+        finally:
+            for session in list(self._transport.sessions.values()):
+                text = "the engine is stopping"
+                self._transport.send(session, wire.Refused(RefuseCode.NO_SESSION, text))
+            self._compute.stop(_STOP_TIMEOUT_S)
+            self._executor.close()
+            self._transport.close()
+
+    def stop(self) -> None:
+        """Ends `run` soon. May be called from any thread, and more than once."""
+        self._is_stopping = True
+        self._transport.wake()
+
+    # ------------------------------------------------------------ the control loop
+
+    def _turn(self) -> None:
+        self._transport.wait(self._patience_s())
+        now = time.monotonic()
+        for item in self._transport.receive(now, self._hello):
+            self._handle(item, now)
+        result = self._compute.take()
+        events: list[TokenEvent] = []
+        if result is not None:
+            events = self._commit(result, now)
+        if not self._compute.is_busy and (plan := self._scheduler.schedule()) is not None:
+            self._plan = plan
+            self._compute.submit(plan)
+        # Sent while the next step computes.
+        if events:
+            self._emit(events)
+        self._publish(now)
+        self._transport.flush()
+
+    def _patience_s(self) -> float:
+        """How long nothing needs to be done unless something arrives."""
+        if self._transport.has_unsent:
+            return _UNSENT_RETRY_S
+        return max(0.0, self._report_due_s - time.monotonic())
+
+    def _commit(self, result: StepResult, now: float) -> list[TokenEvent]:
+        assert self._plan is not None
+        self._meter.add(self._plan, result, now - self._compute.started_s)
+        self._plan = None
+        return self._scheduler.commit(result)
+
+    def _emit(self, events: list[TokenEvent]) -> None:
+        """One TokenBatch for each ingress that has output."""
+        batches: dict[Session, list[TokenItem]] = {}
+        for event in events:
+            request = event.request
+            session = self._owners.get(request.key)
+            if event.finish is not None:
+                self._owners.pop(request.key, None)
+                if event.finish.reason is FinishReason.ERROR:
+                    logger.error("request %s failed: %s", request.key[1], event.finish.message)
+            if session is None:
+                continue
+            item = TokenItem(
+                request_id=request.key[1],
+                attempt=request.attempt,
+                offset=event.offset,
+                token_ids=tuple(event.token_ids),
+                finish=event.finish,
+                cached_tokens=request.cached_tokens or 0,
+                logprobs=event.logprobs,
+            )
+            batches.setdefault(session, []).append(item)
+        step = self._meter.num_steps
+        for session, items in batches.items():
+            self._transport.send(session, wire.TokenBatch(step, session.seen, tuple(items)))
+
+    def _publish(self, now: float) -> None:
+        if cache_events := self._scheduler.cache.drain_events():
+            self._transport.publish(self._stream.append(to_delta(cache_events)))
+        if now >= self._report_due_s:
+            self._report_due_s = now + self.config.transport.load_report_interval_s
+            self._transport.publish(self._stream.append(self._load_report(now)))
+
+    def _load_report(self, now: float) -> wire.LoadReport:
+        scheduler, meter = self._scheduler, self._meter
+        return wire.LoadReport(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            waiting_tokens=scheduler.num_uncomputed_tokens,
+            num_blocks=self._info.num_blocks,
+            used_blocks=scheduler.cache.pool.num_held,
+            prefill_tokens_per_s=meter.prefill_tokens_per_s,
+            decode_tokens_per_s=meter.decode_tokens_per_s,
+            step_s=meter.last_step_s,
+            step_age_s=now - self._compute.started_s if self._compute.is_busy else 0.0,
+            preemptions=scheduler.num_preemptions,
+            seen={s.ingress_id: s.seen for s in self._transport.sessions.values()},
+        )
+
+    # ------------------------------------------------------------ messages
+
+    def _handle(self, item: Inbound, now: float) -> None:
+        if isinstance(item, Closed):
+            self._on_closed(item)
+            return
+        session, message = item.session, item.message
+        match message:
+            case wire.AddRequest():
+                self._on_add(session, message, now)
+            case wire.Abort(requests=requests):
+                for request_id, attempt in requests:
+                    self._abort((session.ingress_id, request_id), attempt)
+            case wire.ReplayRequest(first=first):
+                frames = self._stream.since(first)
+                if frames is None:
+                    self._send_snapshot(session)
+                else:
+                    self._transport.send(session, wire.Replay(frames))
+            case wire.SnapshotRequest():
+                self._send_snapshot(session)
+
+    def _on_closed(self, item: Closed) -> None:
+        keys = [key for key, session in self._owners.items() if session is item.session]
+        for key in keys:
+            self._abort(key)
+        name = item.session.ingress_id
+        logger.info("ingress %s: %s; %d requests aborted", name, item.reason, len(keys))
+
+    def _on_add(self, session: Session, message: wire.AddRequest, now: float) -> None:
+        identity = message.request_id, message.attempt
+        try:
+            events = self._add(session, message, now)
+        except RequestRejected as error:
+            self._transport.send(session, wire.Rejected(*identity, error.code, error.message))
+        except Exception:
+            logger.exception("request %s could not be added", message.request_id)
+            text = "internal error"
+            self._transport.send(session, wire.Rejected(*identity, RejectCode.INTERNAL, text))
+        else:
+            self._transport.send(session, wire.Accepted(*identity))
+            self._emit(events)
+
+    def _add(self, session: Session, message: wire.AddRequest, now: float) -> list[TokenEvent]:
+        if message.incarnation != self.incarnation:
+            text = f"this engine is incarnation {self.incarnation}, not {message.incarnation}"
+            raise RequestRejected(RejectCode.STALE_INCARNATION, text)
+        check(message, self._info, self._max_model_len)
+        key = (session.ingress_id, message.request_id)
+        former = self._scheduler.requests.get(key)
+        if former is not None and former.attempt < message.attempt:
+            self._abort(key)
+        sampling = message.sampling
+        ends = () if sampling.ignore_eos else self._info.eos_token_ids
+        request = RequestState(
+            key=key,
+            attempt=message.attempt,
+            token_ids=[*message.prompt_ids, *message.output_ids],
+            num_prompt_tokens=len(message.prompt_ids),
+            sampling=sampling,
+            root=key_root(
+                self._secret, self._info.fingerprint, message.cache_domain, self._info.block_size
+            ),
+            end_token_ids=frozenset((*ends, *sampling.stop_token_ids)),
+            priority=message.priority,
+            arrived_s=now,
+        )
+        events = self._scheduler.add(request)
+        self._owners[key] = session
+        return events
+
+    def _abort(self, key: RequestKey, attempt: int | None = None) -> None:
+        """Ends a request, unless it is a later attempt than the one meant. Idempotent."""
+        request = self._scheduler.requests.get(key)
+        if request is not None and (attempt is None or request.attempt <= attempt):
+            self._scheduler.abort(key)
+            self._owners.pop(key, None)
+
+    def _send_snapshot(self, session: Session) -> None:
+        # One at a time for each ingress: a repeated wish does not start it anew.
+        if session.snapshot is None:
+            session.snapshot = self._stream.snapshot(self.config.transport.snapshot_chunk_keys)
+
+
+def _read_secret(path: str | None) -> bytes:
+    if path is None:
+        return secrets.token_bytes(32)
+    file = Path(path)
+    if file.stat().st_mode & 0o077:
+        raise ConfigurationError(f"cluster_secret_file {path} must not be readable by others")
+    secret = file.read_bytes().strip()[:64]
+    if len(secret) < 32:
+        text = f"cluster_secret_file {path} has {len(secret)} bytes; at least 32 are needed"
+        raise ConfigurationError(text)
+    return secret

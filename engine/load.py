@@ -1,0 +1,59 @@
+"""Measures how fast an engine is, for the router and the autoscaler.
+
+Invariant: idle time counts for nothing; only the length of steps that did the work in question.
+"""
+
+from engine.plan import StepPlan, StepResult
+
+_HALF_LIFE_S = 10.0
+
+
+class _Rate:
+    """Tokens per second over busy time that fades with a half-life."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        keep = 0.5 ** (seconds / _HALF_LIFE_S)
+        self._tokens = self._tokens * keep + tokens
+        self._seconds = self._seconds * keep + seconds
+
+    @property
+    def per_s(self) -> float:
+        return self._tokens / self._seconds if self._seconds > 0 else 0.0
+
+
+class LoadMeter:
+    """Rates and totals over the steps so far. In a step that does both, prefill and decode each
+    count the whole step: the rates are those under the present mixture."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.num_prefill_tokens = 0
+        self.num_decode_tokens = 0
+        self.last_step_s = 0.0
+        self._prefill = _Rate()
+        self._decode = _Rate()
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self._prefill.per_s
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        return self._decode.per_s
+
+    def add(self, plan: StepPlan, result: StepResult, step_s: float) -> None:
+        """Counts a slice of one sampling token as decode, any other as prefill."""
+        num_decode = sum(item.length == 1 and item.samples for item in plan.slices)
+        num_prefill = plan.num_tokens - num_decode
+        self.num_steps += 1
+        self.last_step_s = step_s
+        self.num_prefill_tokens += num_prefill
+        self.num_decode_tokens += len(result.sampled)
+        if num_prefill:
+            self._prefill.add(num_prefill, step_s)
+        if num_decode:
+            self._decode.add(num_decode, step_s)

@@ -1,0 +1,85 @@
+"""One request as the scheduler sees it.
+
+Invariant: `token_ids` is prompt and output, in order; `num_computed_tokens` of them have KV in
+`table`. Whatever a request is waiting for, it is the difference of the two that a step closes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cache.events import BlockKey
+from cache.keys import KeyRoot
+from cache.prefix import RequestBlocks
+from engine.wire import Finish, FinishReason, SamplingParams, TokenLogprobs
+
+RequestKey = tuple[str, str]
+"""(ingress id, request id): what two ingresses call alike does not collide."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """From `add` to its last token. `run_id` is None while it waits."""
+
+    key: RequestKey
+    attempt: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    root: KeyRoot
+    end_token_ids: frozenset[int]
+    """Any of these ends the request, once `min_tokens` are out."""
+    priority: int = 0
+    ticket: int = 0
+    """Order of arrival; kept over preemption."""
+    arrived_s: float = 0.0
+    block_keys: list[BlockKey] = field(default_factory=list)
+    run_id: int | None = None
+    table: RequestBlocks | None = None
+    num_computed_tokens: int = 0
+    cached_tokens: int | None = None
+    """Prompt tokens found in the cache when it first started; None before."""
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Smaller runs first and is preempted last."""
+        return self.priority, self.ticket
+
+    def extend_keys(self, num_blocks: int) -> None:
+        """Makes sure that the keys of the first `num_blocks` full blocks are known."""
+        known = len(self.block_keys)
+        if num_blocks > known:
+            size = self.root.block_size
+            parent = self.block_keys[-1] if self.block_keys else self.root.root
+            tail = self.token_ids[known * size : num_blocks * size]
+            self.block_keys.extend(self.root.extend(parent, tail))
+
+    def finish_reason(self) -> FinishReason | None:
+        """Whether the output so far is complete."""
+        count = self.num_output_tokens
+        if count == 0:
+            return None
+        if count >= self.sampling.min_tokens and self.token_ids[-1] in self.end_token_ids:
+            return FinishReason.STOP
+        if count >= self.sampling.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """New output of one request, its end, or both."""
+
+    request: RequestState
+    offset: int
+    token_ids: Sequence[int] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish: Finish | None = None

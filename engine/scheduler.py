@@ -1,0 +1,315 @@
+"""The scheduler: hands out each step's token budget. There are no phases.
+
+Invariant: every request has `num_tokens` and `num_computed_tokens`, and a step closes some of the
+difference. Chunked prefill, cache hits, decode, and coming back after preemption or failover are
+that same arithmetic. `add`, `abort`, `schedule` and `commit` are the only mutators; nothing here
+reads a clock or does I/O.
+
+A request in a plan that is not committed yet is not planned again, and keeps its blocks whatever
+happens to it meanwhile.
+"""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+from cache.prefix import PrefixCache, RequestBlocks
+from configs.engine import SchedulerConfig
+from engine.errors import RequestRejected
+from engine.plan import Slice, Start, StepPlan, StepResult
+from engine.request import RequestKey, RequestState, TokenEvent
+from engine.wire import Finish, FinishReason, RejectCode
+
+
+@dataclass(slots=True)
+class _Work:
+    """A slice, and whose it is."""
+
+    request: RequestState
+    table: RequestBlocks
+    slice: Slice
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The plan being made."""
+
+    budget: int
+    starts: dict[int, Start] = field(default_factory=dict)
+    work: dict[int, _Work] = field(default_factory=dict)
+
+
+class Scheduler:
+    """Decides what each step computes."""
+
+    def __init__(
+        self, config: SchedulerConfig, cache: PrefixCache, block_size: int, *, reuse: bool = True
+    ) -> None:
+        self.config = config
+        self.cache = cache
+        self.block_size = block_size
+        self.reuse = reuse
+        self.requests: dict[RequestKey, RequestState] = {}
+        self.num_preemptions = 0
+        self._running: list[RequestState] = []
+        self._waiting: list[RequestState] = []
+        self._ended: list[int] = []
+        self._in_flight: dict[int, list[_Work]] = {}
+        self._step = 0
+        self._next_run = 0
+        self._next_ticket = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Prefill still to do: a decoding request's one pending token does not count."""
+        return sum(
+            max(0, request.num_tokens - request.num_computed_tokens - 1)
+            for request in self.requests.values()
+        )
+
+    # ------------------------------------------------------------ mutators
+
+    def add(self, request: RequestState) -> list[TokenEvent]:
+        """Takes a request that fits the pool (`engine.admission` sees to it). Returns its end if
+        its output is already complete. Raises `RequestRejected` when the queue is full."""
+        if request.key in self.requests:
+            raise RequestRejected(
+                RejectCode.STALE_ATTEMPT, f"request {request.key[1]!r} is already here"
+            )
+        if (reason := request.finish_reason()) is not None:
+            return [TokenEvent(request, request.num_output_tokens, finish=Finish(reason))]
+        if len(self._waiting) >= self.config.max_waiting:
+            raise RequestRejected(
+                RejectCode.OVERLOADED,
+                f"{len(self._waiting)} requests are waiting, the most allowed",
+            )
+        request.ticket = self._next_ticket
+        self._next_ticket += 1
+        self.requests[request.key] = request
+        insort(self._waiting, request, key=_order)
+        return []
+
+    def abort(self, key: RequestKey) -> RequestState | None:
+        """Ends a request without a word; None when there is none."""
+        request = self.requests.get(key)
+        if request is not None:
+            self._end(request)
+        return request
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute."""
+        draft = _Draft(self.config.max_num_batched_tokens)
+        if not self._plan_running(draft):
+            self._plan_waiting(draft)
+        if not draft.work:
+            return None
+        self._step += 1
+        work = list(draft.work.values())
+        for item in work:
+            self.cache.enter_plan(item.table)
+        self._in_flight[self._step] = work
+        ended, self._ended = tuple(self._ended), []
+        return StepPlan(
+            step=self._step,
+            ended=ended,
+            copies=(),
+            starts=tuple(draft.starts.values()),
+            slices=tuple(item.slice for item in work),
+        )
+
+    def commit(self, result: StepResult) -> list[TokenEvent]:
+        """Takes over what a step computed, and gives its blocks free."""
+        events: list[TokenEvent] = []
+        for item in self._in_flight.pop(result.step):
+            if item.request.run_id == item.slice.run_id:
+                try:
+                    events += self._commit_slice(item, result)
+                except Exception as error:
+                    # One request's fault ends that request; the others' results still count.
+                    events.append(self._fail(item.request, f"internal error: {error!r}"))
+            self.cache.leave_plan(item.table)
+        return events
+
+    # ------------------------------------------------------------ planning
+
+    def _plan_running(self, draft: _Draft) -> bool:
+        """Returns whether anything had to be preempted."""
+        before = self.num_preemptions
+        for request in list(self._running):
+            table = request.table
+            if table is None or table.in_flight:
+                continue
+            length = self._length(request, draft)
+            if length > 0 and self._make_room(request, length, draft):
+                self._plan_slice(request, length, draft)
+        return self.num_preemptions > before
+
+    def _make_room(self, request: RequestState, length: int, draft: _Draft) -> bool:
+        """Preempts until `length` more tokens fit. False if it was itself the one to go, or if
+        the room comes only when a plan in flight is committed."""
+        table = request.table
+        assert table is not None
+        num_blocks = self._blocks_for(request.num_computed_tokens + length)
+        needed = num_blocks - len(table.block_ids)
+        while needed > self.cache.num_available:
+            victim = max(self._running, key=_order)
+            assert victim.table is not None
+            if victim.table.in_flight:
+                return False
+            self._preempt(victim, draft)
+            if victim is request:
+                return False
+        return True
+
+    def _plan_waiting(self, draft: _Draft) -> None:
+        while self._waiting and draft.budget > 0:
+            if len(self._running) >= self.config.max_num_seqs:
+                return
+            request = self._waiting[0]
+            table = self._find_prefix(request)
+            num_cached = len(table.block_ids) * self.block_size
+            request.num_computed_tokens = num_cached
+            length = self._length(request, draft)
+            needed = self._blocks_for(num_cached + length) - len(table.block_ids)
+            if needed > self.cache.num_available:
+                request.num_computed_tokens = 0
+                self.cache.release(table)
+                return
+            self._waiting.pop(0)
+            self._start(request, table, draft)
+            self._plan_slice(request, length, draft)
+
+    def _find_prefix(self, request: RequestState) -> RequestBlocks:
+        if not self.reuse:
+            return RequestBlocks()
+        request.extend_keys(request.num_tokens // self.block_size)
+        # At least one token must be computed, or there is nothing to sample from.
+        return self.cache.start(request.block_keys, (request.num_tokens - 1) // self.block_size)
+
+    def _start(self, request: RequestState, table: RequestBlocks, draft: _Draft) -> None:
+        self._next_run += 1
+        request.run_id = self._next_run
+        request.table = table
+        if request.cached_tokens is None:
+            request.cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        self._running.append(request)
+        draft.starts[request.run_id] = Start(
+            request.run_id,
+            tuple(request.token_ids),
+            request.num_prompt_tokens,
+            request.sampling,
+            tuple(table.block_ids),
+        )
+
+    def _plan_slice(self, request: RequestState, length: int, draft: _Draft) -> None:
+        assert request.run_id is not None
+        assert request.table is not None
+        start = request.num_computed_tokens
+        fresh = self.cache.grow(request.table, self._blocks_for(start + length))
+        assert fresh is not None
+        samples = start + length == request.num_tokens
+        draft.budget -= length
+        draft.work[request.run_id] = _Work(
+            request,
+            request.table,
+            Slice(request.run_id, start, length, tuple(fresh), samples),
+        )
+
+    def _length(self, request: RequestState, draft: _Draft) -> int:
+        pending = request.num_tokens - request.num_computed_tokens
+        return min(pending, self.config.long_prefill_threshold, draft.budget)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    # ------------------------------------------------------------ leaving
+
+    def _preempt(self, request: RequestState, draft: _Draft) -> None:
+        """Back to the queue, to be computed again; its part of the draft is refunded."""
+        assert request.run_id is not None
+        if (work := draft.work.pop(request.run_id, None)) is not None:
+            draft.budget += work.slice.length
+        self._leave_running(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self._waiting, request, key=_order)
+
+    def _leave_running(self, request: RequestState) -> None:
+        assert request.run_id is not None
+        assert request.table is not None
+        self._running.remove(request)
+        self._ended.append(request.run_id)
+        self.cache.release(request.table)
+        request.run_id = None
+        request.table = None
+        request.num_computed_tokens = 0
+
+    def _end(self, request: RequestState) -> None:
+        del self.requests[request.key]
+        if request.run_id is not None:
+            self._leave_running(request)
+        else:
+            position = bisect_left(self._waiting, request.order, key=_order)
+            assert self._waiting[position] is request
+            self._waiting.pop(position)
+
+    def _commit_slice(self, item: _Work, result: StepResult) -> list[TokenEvent]:
+        request, run_id = item.request, item.slice.run_id
+        offset = request.num_output_tokens
+        if run_id in result.failures:
+            return [self._fail(request, result.failures[run_id])]
+        request.num_computed_tokens += item.slice.length
+        if self.reuse:
+            num_full = request.num_computed_tokens // self.block_size
+            request.extend_keys(num_full)
+            self.cache.publish(item.table, request.root.root, num_full)
+        if not item.slice.samples:
+            return []
+        sampled = result.sampled[run_id]
+        request.token_ids.extend(sampled.token_ids)
+        reason = request.finish_reason()
+        if reason is not None:
+            self._end(request)
+        finish = Finish(reason) if reason is not None else None
+        return [TokenEvent(request, offset, sampled.token_ids, sampled.logprobs, finish)]
+
+    def _fail(self, request: RequestState, reason: str) -> TokenEvent:
+        if request.key in self.requests:
+            self._end(request)
+        finish = Finish(FinishReason.ERROR, reason)
+        return TokenEvent(request, request.num_output_tokens, finish=finish)
+
+    # ------------------------------------------------------------ checking
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` if requests, tables and pool do not agree."""
+        self.cache.check_integrity()
+        assert self._waiting == sorted(self._waiting, key=_order)
+        assert all(request.run_id is None for request in self._waiting)
+        listed = {request.key for request in (*self._waiting, *self._running)}
+        assert listed == set(self.requests), "a request is lost"
+        assert len(listed) == len(self._waiting) + len(self._running), "a request is listed twice"
+        references = [0] * self.cache.pool.num_blocks
+        tables = [request.table for request in self._running]
+        tables += [item.table for work in self._in_flight.values() for item in work]
+        for table in {id(table): table for table in tables}.values():
+            assert table is not None
+            for block_id in (*table.block_ids, *table.twins):
+                references[block_id] += 1
+        for block_id, expected in enumerate(references):
+            assert self.cache.pool.references(block_id) == expected, f"block {block_id} leaks"
+        for request in self._running:
+            assert request.table is not None
+            assert request.num_computed_tokens < request.num_tokens
+            assert len(request.table.block_ids) >= self._blocks_for(request.num_computed_tokens)
+
+
+def _order(request: RequestState) -> tuple[int, int]:
+    return request.order

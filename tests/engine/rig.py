@@ -1,0 +1,158 @@
+"""What engine tests run on: a scheduler stepped by hand, or an EngineCore in a thread."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from cache.keys import key_root
+from cache.prefix import PrefixCache
+from configs.engine import (
+    CacheConfig,
+    EngineConfig,
+    SchedulerConfig,
+    SimulationConfig,
+    TransportConfig,
+)
+from engine.core import EngineCore
+from engine.executors.simulated import SimulatedExecutor, draw, next_history
+from engine.plan import Executor, StepPlan
+from engine.request import RequestKey, RequestState, TokenEvent
+from engine.scheduler import Scheduler
+from engine.wire import FinishReason, SamplingParams
+
+BLOCK = 4
+SIMULATION = SimulationConfig(vocab_size=50, eos_period=40)
+
+
+def reference_output(
+    prompt: Sequence[int], sampling: SamplingParams, simulation: SimulationConfig = SIMULATION
+) -> list[int]:
+    """What the simulated model answers, computed without blocks, plans or batches."""
+    history = 0
+    for token_id in prompt:
+        history = next_history(history, token_id)
+    output: list[int] = []
+    while len(output) < sampling.max_tokens:
+        output.append(draw(history, len(prompt) + len(output), sampling, simulation))
+        history = next_history(history, output[-1])
+        if output[-1] == 0 and len(output) >= sampling.min_tokens:
+            break
+    return output
+
+
+class Rig:
+    """A scheduler, its cache and an executor: by default the simulated one, checking every KV slot
+    that it reads. The cache may have fewer blocks than the executor, to force preemption."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        executor: Executor | None = None,
+        reuse: bool = True,
+        **limits: int,
+    ) -> None:
+        config = EngineConfig(
+            executor="simulated",
+            cache=CacheConfig(block_size=BLOCK, num_blocks=num_blocks),
+            simulation=SIMULATION,
+        )
+        self.executor: Executor = executor or SimulatedExecutor(
+            config, sleep=lambda _: None, verify=True
+        )
+        info = self.executor.info
+        self.cache = PrefixCache(num_blocks)
+        self.scheduler = Scheduler(
+            SchedulerConfig(**limits), self.cache, info.block_size, reuse=reuse
+        )
+        self.output: dict[RequestKey, list[int]] = {}
+        self.finished: dict[RequestKey, FinishReason] = {}
+
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        output: Sequence[int] = (),
+        priority: int = 0,
+    ) -> RequestState:
+        info = self.executor.info
+        request = RequestState(
+            key=("ingress", name),
+            attempt=0,
+            token_ids=[*prompt, *output],
+            num_prompt_tokens=len(prompt),
+            sampling=sampling,
+            root=key_root(b"k" * 32, info.fingerprint, "", info.block_size),
+            end_token_ids=frozenset(() if sampling.ignore_eos else info.eos_token_ids),
+            priority=priority,
+        )
+        self.output[request.key] = list(output)
+        self.take(self.scheduler.add(request))
+        return request
+
+    def step(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.take(self.scheduler.commit(self.executor.execute(plan)))
+        return plan
+
+    def take(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            output = self.output[event.request.key]
+            assert event.offset == len(output), "a hole or a repetition in the stream"
+            output.extend(event.token_ids)
+            if event.finish is not None:
+                assert event.request.key not in self.finished
+                self.finished[event.request.key] = event.finish.reason
+
+    def drain(self) -> None:
+        while self.step() is not None:
+            self.scheduler.check_integrity()
+
+
+def simulated_config(
+    num_blocks: int = 256, lease_s: float = 5.0, step_s: float = 0.0, **transport: object
+) -> EngineConfig:
+    return EngineConfig(
+        executor="simulated",
+        cache=CacheConfig(block_size=4, num_blocks=num_blocks),
+        simulation=SimulationConfig(vocab_size=1000, step_s=step_s),
+        transport=TransportConfig.model_validate({"lease_s": lease_s, **transport}),
+    )
+
+
+@contextlib.contextmanager
+def running_engine(
+    config: EngineConfig | None = None, executor: Executor | None = None
+) -> Iterator[EngineCore]:
+    """Yields a core that serves; checks its state when it has stopped."""
+    config = config or simulated_config()
+    core = EngineCore(config, executor or SimulatedExecutor(config, verify=True))
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            core.run()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield core
+        assert not errors, "the engine died"
+    finally:
+        core.stop()
+        thread.join(10)
+    core._scheduler.check_integrity()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> float:
+    """Seconds until `condition` held. Fails when it does not within `timeout_s`."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < timeout_s, "it never came to that"
+        time.sleep(0.005)
+    return time.monotonic() - start

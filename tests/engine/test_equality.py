@@ -1,0 +1,186 @@
+"""Exactness, in float32 and on real models: greedy output is Hugging Face's, and sampled output is
+the same whatever happens to the request on the way.
+
+The KV memory starts out full of NaN, so that a block read before it was written shows.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from configs.engine import CacheConfig, EngineConfig
+from engine.executors.model import ModelExecutor
+from engine.models.resolve import resolve_model
+from engine.wire import SamplingParams
+from tests.engine.rig import Rig
+from tests.tiny_models import NAMES, tiny_model
+
+LENGTHS = (1, 2, 3, 5, 8, 13, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 100, 128, 301, 700)
+NUM_OUTPUT = 12
+NUM_BLOCKS = 256
+SMALL_POOL = 46
+"""Blocks in which the longest prompt fits, and all of them together do not."""
+
+
+@dataclass
+class Subject:
+    """A model under test, and what Hugging Face's own `generate` makes of each prompt."""
+
+    name: str
+    executor: ModelExecutor
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+def _generate(folder: Path, prompts: Sequence[list[int]]) -> list[list[int]]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    outputs = []
+    for prompt in prompts:
+        ids = model.generate(
+            torch.tensor([prompt]), max_new_tokens=NUM_OUTPUT, do_sample=False, use_cache=True
+        )
+        outputs.append(ids[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*NAMES, pytest.param("smollm2", marks=pytest.mark.slow)],
+)
+def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    name = request.param
+    folder = resolve_model("default", print) if name == "smollm2" else tiny_model(name)
+    config = EngineConfig(
+        model=str(folder),
+        dtype="float32",
+        cache=CacheConfig(num_blocks=NUM_BLOCKS),
+        # Matrices this small gain nothing from a second thread.
+        threads=None if name == "smollm2" else 1,
+    )
+    executor = ModelExecutor.load(config)
+    for keys, values in executor._cache.layers:
+        keys.fill_(float("nan"))
+        values.fill_(float("nan"))
+    source = random.Random(name)
+    first = 1000 if name == "smollm2" else 3
+    prompts = [
+        [source.randrange(first, executor.info.vocab_size) for _ in range(length)]
+        for length in LENGTHS
+    ]
+    yield Subject(name, executor, prompts, _generate(folder, prompts))
+    executor.close()
+
+
+def greedy() -> SamplingParams:
+    return SamplingParams(max_tokens=NUM_OUTPUT)
+
+
+def outputs(rig: Rig) -> list[list[int]]:
+    return [rig.output["ingress", str(number)] for number in range(len(LENGTHS))]
+
+
+def add_all(rig: Rig, subject: Subject, sampling: Sequence[SamplingParams]) -> None:
+    for number, prompt in enumerate(subject.prompts):
+        rig.add(str(number), prompt, sampling[number])
+
+
+def run_alone(subject: Subject, sampling: Sequence[SamplingParams]) -> list[list[int]]:
+    rig = Rig(NUM_BLOCKS, executor=subject.executor, reuse=False)
+    for number, prompt in enumerate(subject.prompts):
+        rig.add(str(number), prompt, sampling[number])
+        rig.drain()
+    return outputs(rig)
+
+
+def run_together(subject: Subject, sampling: Sequence[SamplingParams]) -> list[list[int]]:
+    rig = Rig(NUM_BLOCKS, executor=subject.executor, max_num_seqs=16)
+    add_all(rig, subject, sampling)
+    rig.drain()
+    return outputs(rig)
+
+
+def run_chunked(subject: Subject, sampling: Sequence[SamplingParams]) -> list[list[int]]:
+    rig = Rig(
+        NUM_BLOCKS, executor=subject.executor, max_num_batched_tokens=70, long_prefill_threshold=50
+    )
+    add_all(rig, subject, sampling)
+    rig.drain()
+    return outputs(rig)
+
+
+def run_preempted(subject: Subject, sampling: Sequence[SamplingParams]) -> list[list[int]]:
+    rig = Rig(SMALL_POOL, executor=subject.executor, max_num_batched_tokens=200)
+    add_all(rig, subject, sampling)
+    rig.drain()
+    assert rig.scheduler.num_preemptions >= 3
+    return outputs(rig)
+
+
+def run_cached(subject: Subject, sampling: Sequence[SamplingParams]) -> list[list[int]]:
+    rig = Rig(NUM_BLOCKS, executor=subject.executor)
+    add_all(rig, subject, sampling)
+    rig.drain()
+    cold = outputs(rig)
+    rig.finished.clear()
+    hits = []
+    for number, prompt in enumerate(subject.prompts):
+        request = rig.add(str(number), prompt, sampling[number])
+        rig.drain()
+        hits.append(request.cached_tokens)
+    assert hits == [(length - 1) // 16 * 16 for length in LENGTHS]
+    assert outputs(rig) == cold
+    return cold
+
+
+def run_re_added(subject: Subject, sampling: Sequence[SamplingParams]) -> list[list[int]]:
+    """Half of the output comes from elsewhere, as after a failover."""
+    whole = run_together(subject, sampling)
+    rig = Rig(NUM_BLOCKS, executor=subject.executor)
+    for number, prompt in enumerate(subject.prompts):
+        delivered = whole[number][: len(whole[number]) // 2]
+        rig.add(str(number), prompt, sampling[number], output=delivered)
+    rig.drain()
+    assert outputs(rig) == whole
+    return whole
+
+
+WAYS = [run_alone, run_together, run_chunked, run_preempted, run_cached, run_re_added]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_greedy_output_is_hugging_faces(subject: Subject, way: object) -> None:
+    assert callable(way)
+    assert way(subject, [greedy()] * len(LENGTHS)) == subject.expected
+
+
+SAMPLED = [
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=1.3, top_k=40, presence_penalty=0.5, frequency_penalty=0.5),
+    SamplingParams(temperature=0.9, min_p=0.05, repetition_penalty=1.2),
+]
+
+
+def seeded(number: int) -> SamplingParams:
+    fields = {**to_dict(SAMPLED[number % 4]), "seed": number // 2, "choice": number % 2}
+    return SamplingParams(**fields, max_tokens=NUM_OUTPUT)  # type: ignore[arg-type]
+
+
+def to_dict(params: SamplingParams) -> dict[str, object]:
+    fields = {name: getattr(params, name) for name in params.__struct_fields__}
+    return {name: value for name, value in fields.items() if name not in ("max_tokens",)}
+
+
+def test_seeded_output_is_the_same_whatever_happens(subject: Subject) -> None:
+    sampling = [seeded(number) for number in range(len(LENGTHS))]
+    expected = run_alone(subject, sampling)
+    assert expected != subject.expected
+    for way in WAYS[1:]:
+        assert way(subject, sampling) == expected, way.__name__

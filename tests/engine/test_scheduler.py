@@ -1,0 +1,221 @@
+"""The scheduler: examples of each rule, then a state machine against the simulated executor."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from configs.engine import SchedulerConfig
+from engine.errors import RequestRejected
+from engine.plan import StepPlan, StepResult
+from engine.request import RequestKey
+from engine.wire import FinishReason, RejectCode, SamplingParams
+from tests.engine.rig import Rig, reference_output
+
+
+def sampling(max_tokens: int, seed: int = 0) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, seed=seed, min_tokens=max_tokens)
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_decodes_go_on_beside_it() -> None:
+    rig = Rig(64, max_num_batched_tokens=10, long_prefill_threshold=8)
+    rig.add("short", [1, 2, 3], sampling(6))
+    rig.add("long", list(range(1, 31)), sampling(2))
+    lengths = []
+    while (plan := rig.step()) is not None:
+        lengths.append([item.length for item in plan.slices])
+    assert lengths[0] == [3, 7]
+    assert lengths[1] == [1, 8]
+    assert all(sum(step) <= 10 for step in lengths)
+    assert rig.output["ingress", "long"] == reference_output(range(1, 31), sampling(2))
+
+
+def test_a_hit_leaves_at_least_one_token_to_compute() -> None:
+    rig = Rig(16)
+    prompt = list(range(1, 9))
+    rig.add("first", prompt, sampling(1))
+    rig.drain()
+    request = rig.add("second", prompt, sampling(1))
+    plan = rig.step()
+    assert plan is not None
+    assert plan.slices[0].length == 4
+    assert request.cached_tokens == 4
+    assert rig.output["ingress", "first"] == rig.output["ingress", "second"]
+
+
+def test_without_reuse_nothing_is_shared() -> None:
+    rig = Rig(16, reuse=False)
+    for name in ("first", "second"):
+        rig.add(name, list(range(1, 9)), sampling(1))
+        rig.drain()
+    assert rig.cache.drain_events() == []
+
+
+def test_the_newest_is_preempted_and_comes_back_to_the_same_output() -> None:
+    rig = Rig(6)
+    prompts = {"old": [1, 2, 3, 4, 5, 6], "new": [7, 8, 9, 10, 11, 12]}
+    for name, prompt in prompts.items():
+        rig.add(name, prompt, sampling(12))
+    rig.drain()
+    assert rig.scheduler.num_preemptions > 0
+    assert rig.scheduler.requests == {}
+    for name, prompt in prompts.items():
+        assert rig.output["ingress", name] == reference_output(prompt, sampling(12))
+    assert rig.cache.num_available == 6
+
+
+def test_the_lower_class_is_preempted_before_the_newer_request() -> None:
+    rig = Rig(6)
+    low = rig.add("low", [1, 2, 3, 4, 5, 6], sampling(12), priority=1)
+    high = rig.add("high", [7, 8, 9, 10, 11, 12], sampling(12))
+    rig.drain()
+    assert low.num_preemptions > 0
+    assert high.num_preemptions == 0
+
+
+def test_a_victim_planned_in_the_same_step_gives_its_budget_back() -> None:
+    rig = Rig(7, max_num_batched_tokens=9, long_prefill_threshold=6)
+    low = rig.add("low", list(range(1, 11)), sampling(9), priority=1)
+    rig.step()
+    high = rig.add("high", list(range(11, 25)), sampling(9))
+    rig.step()
+    third = rig.add("third", [30], sampling(2))
+    rig.step()
+    assert rig.cache.num_available == 0
+    # 'low' decodes within its last block and is planned first; 'high' then needs one more block
+    # and takes all the rest of the budget; 'third' can only run on what 'low' gives back.
+    rig.scheduler.config = SchedulerConfig(max_num_batched_tokens=4)
+    plan = rig.step()
+    assert plan is not None
+    assert low.run_id is None
+    assert [(item.run_id, item.length) for item in plan.slices] == [(high.run_id, 3), (3, 1)]
+    assert len(rig.output[third.key]) == 2
+    rig.drain()
+    assert rig.output[low.key] == reference_output(range(1, 11), sampling(9))
+
+
+def test_a_request_with_output_goes_on_where_it_was() -> None:
+    prompt, params = [1, 2, 3], sampling(10)
+    expected = reference_output(prompt, params)
+    rig = Rig(16)
+    rig.add("resumed", prompt, params, output=expected[:4])
+    rig.drain()
+    assert rig.output["ingress", "resumed"] == expected
+
+
+def test_a_request_whose_output_is_complete_ends_at_once() -> None:
+    rig = Rig(16)
+    rig.add("full", [1, 2], sampling(2), output=[5, 6])
+    assert rig.finished == {("ingress", "full"): FinishReason.LENGTH}
+    assert rig.scheduler.requests == {}
+
+
+def test_the_queue_is_bounded() -> None:
+    rig = Rig(16, max_waiting=1)
+    rig.add("one", [1], sampling(1))
+    with pytest.raises(RequestRejected, match="1 requests are waiting") as caught:
+        rig.add("two", [1], sampling(1))
+    assert caught.value.code is RejectCode.OVERLOADED
+
+
+def test_an_abort_while_its_step_runs_frees_the_blocks_when_it_is_committed() -> None:
+    rig = Rig(4)
+    request = rig.add("gone", list(range(1, 9)), sampling(4))
+    plan = rig.scheduler.schedule()
+    assert plan is not None
+    rig.scheduler.abort(request.key)
+    assert rig.cache.num_available == 2
+    rig.take(rig.scheduler.commit(rig.executor.execute(plan)))
+    assert rig.cache.num_available == 4
+    assert rig.output["ingress", "gone"] == []
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Adds, aborts, late commits, preemption, failures and lost ingresses, in a pool too small for
+    what is asked. Every token that comes out must be the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig = Rig(10, max_num_batched_tokens=12, max_num_seqs=5, long_prefill_threshold=7)
+        self.expected: dict[RequestKey, list[int]] = {}
+        self.flying: list[StepPlan] = []
+        self.blocks: dict[int, set[int]] = {}
+        """By plan: every block it reads or writes."""
+        self.count = 0
+
+    @rule(
+        prompt=st.lists(st.integers(1, 2), min_size=1, max_size=20),
+        max_tokens=st.integers(1, 12),
+        resumed=st.floats(0, 1),
+        priority=st.integers(-1, 1),
+    )
+    def add(self, prompt: list[int], max_tokens: int, resumed: float, priority: int) -> None:
+        self.count += 1
+        params = SamplingParams(max_tokens=max_tokens, seed=self.count % 3)
+        expected = reference_output(prompt, params)
+        output = expected[: int(resumed * len(expected))] if resumed > 0.7 else []
+        key = ("ingress", str(self.count))
+        self.expected[key] = expected
+        self.rig.add(key[1], prompt, params, output, priority)
+
+    @precondition(lambda self: self.rig.scheduler.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        keys = sorted(self.rig.scheduler.requests)
+        key = data.draw(st.sampled_from(keys))
+        self.rig.scheduler.abort(key)
+        assert self.rig.scheduler.abort(key) is None
+
+    @rule()
+    def lose_the_ingress(self) -> None:
+        if self.count % 7 == 0:
+            for key in list(self.rig.scheduler.requests):
+                self.rig.scheduler.abort(key)
+
+    @rule()
+    def plan(self) -> None:
+        if len(self.flying) < 3 and (plan := self.rig.scheduler.schedule()) is not None:
+            self.flying.append(plan)
+            work = self.rig.scheduler._in_flight[plan.step]
+            self.blocks[plan.step] = {block for item in work for block in item.table.block_ids}
+
+    @precondition(lambda self: self.flying)
+    @rule(data=st.data(), fails=st.booleans())
+    def commit(self, data: st.DataObject, fails: bool) -> None:
+        plan = self.flying.pop(0)
+        result = self.rig.executor.execute(plan)
+        if fails and data.draw(st.integers(0, 3)) == 0:
+            victim = data.draw(st.sampled_from(plan.slices)).run_id
+            sampled = {run: item for run, item in result.sampled.items() if run != victim}
+            result = StepResult(plan.step, sampled, failures={victim: "made to fail"})
+        self.rig.take(self.rig.scheduler.commit(result))
+
+    @rule()
+    def step(self) -> None:
+        if not self.flying:
+            self.rig.step()
+
+    @invariant()
+    def every_token_is_the_models(self) -> None:
+        self.rig.scheduler.check_integrity()
+        for plan in self.flying:
+            for block in self.blocks[plan.step]:
+                assert self.rig.cache.pool.references(block) > 0, "in flight, yet not held"
+        for key, output in self.rig.output.items():
+            assert output == self.expected[key][: len(output)]
+        for key, reason in self.rig.finished.items():
+            if reason is not FinishReason.ERROR:
+                assert self.rig.output[key] == self.expected[key]
+
+    def teardown(self) -> None:
+        while self.flying:
+            plan = self.flying.pop(0)
+            self.rig.take(self.rig.scheduler.commit(self.rig.executor.execute(plan)))
+        self.rig.drain()
+        self.every_token_is_the_models()
+        assert self.rig.scheduler.requests == {}
+        assert self.rig.cache.pool.num_held == 0
+
+
+EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestEngineMachine = EngineMachine.TestCase
