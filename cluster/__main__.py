@@ -1,0 +1,5 @@
+"""`python -m cluster` is `shoal`."""
+
+from cluster.cli import main
+
+main()

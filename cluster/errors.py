@@ -1,0 +1,133 @@
+"""Every failure of a request as an HTTP status and an OpenAI-shaped body.
+
+Invariant: a client's mistake is a 4xx that names the field, the limit and the value; a busy or lost
+engine is a 503 with `Retry-After`; nothing of the server's insides (paths, addresses, tracebacks)
+is in any text.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from cluster.generation import GenerationFailed
+from cluster.openai import ErrorBody, ErrorDetail
+from cluster.preprocess import InvalidRequest
+from engine.errors import EngineLost, RequestRejected, ShoalError
+from engine.wire import FinishReason, RejectCode
+
+logger = logging.getLogger(__name__)
+
+_MAX_VALUE_CHARS = 80
+_MAX_FIELD_CHARS = 200
+_RETRY_AFTER_S = 1
+
+_INVALID = "invalid_request_error"
+_SERVER = "server_error"
+
+
+class ModelNotFound(ShoalError):
+    """No model of this name is served."""
+
+    def __init__(self, name: str, served: Sequence[str]) -> None:
+        super().__init__(f"the model {_shown(name)} does not exist; served: {', '.join(served)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """One failed request, as its client is told."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+    @property
+    def body(self) -> bytes:
+        detail = ErrorDetail(message=self.message, type=self.type, param=self.param, code=self.code)
+        return ErrorBody(error=detail).model_dump_json().encode()
+
+    def as_response(self) -> Response:
+        headers = {"Retry-After": str(_RETRY_AFTER_S)} if self.status in (429, 503) else None
+        return Response(self.body, self.status, headers, media_type="application/json")
+
+
+def failure_of(error: Exception) -> Failure:
+    """The failure that a client is told of; what is none of Shoal's errors is logged and blank."""
+    match error:
+        case ModelNotFound():
+            return Failure(404, str(error), _INVALID, "model", "model_not_found")
+        case InvalidRequest(field=field):
+            return Failure(400, str(error), _INVALID, field, "invalid_value")
+        case RequestRejected(code=RejectCode.INVALID):
+            return Failure(400, error.message, _INVALID, code="invalid_value")
+        case RequestRejected(code=RejectCode.CONTEXT_LENGTH):
+            return Failure(400, error.message, _INVALID, "messages", "context_length_exceeded")
+        case RequestRejected():
+            return Failure(503, error.message, _SERVER, code=error.code.value)
+        case EngineLost():
+            logger.warning("engine lost: %s", error)
+            text = "the engine of this model is not available; try again"
+            return Failure(503, text, _SERVER, code="engine_unavailable")
+        case GenerationFailed(reason=FinishReason.ABORT):
+            return Failure(503, str(error), _SERVER, code="engine_unavailable")
+        case GenerationFailed():
+            return Failure(500, str(error), _SERVER, code="generation_failed")
+        case _:
+            logger.error("request failed", exc_info=error)
+            return Failure(500, "internal error", _SERVER, code="internal_error")
+
+
+def install(app: FastAPI) -> None:
+    """Makes every failure of `app` answer in this form."""
+
+    async def on_error(_: Request, error: Exception) -> Response:
+        return failure_of(error).as_response()
+
+    async def on_invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return _invalid_body(error.errors()).as_response()
+
+    async def on_http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return Failure(error.status_code, str(error.detail), _INVALID).as_response()
+
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(ShoalError, on_error)
+    app.add_exception_handler(Exception, on_error)
+
+
+def _invalid_body(problems: Sequence[Any]) -> Failure:
+    """The first problem, in one sentence: field, limit, value."""
+    problem = problems[0]
+    path = [str(part) for part in problem["loc"] if part != "body"]
+    field = _printable(".".join(path))[:_MAX_FIELD_CHARS] or None
+    kind, reason = problem["type"], str(problem["msg"]).removeprefix("Value error, ")
+    if kind == "json_invalid":
+        reason = problem.get("ctx", {}).get("error", "it cannot be parsed")
+        return Failure(400, f"the body is not valid JSON: {_printable(reason)}", _INVALID)
+    if kind == "extra_forbidden":
+        message, code = f"{field}: this field is unknown or not supported", "unknown_parameter"
+    elif kind == "missing":
+        message, code = f"{field or 'body'}: this field is required", "missing_required_parameter"
+    else:
+        got = "" if field is None else f", got {_shown(problem['input'])}"
+        message, code = f"{field or 'body'}: {_printable(reason)}{got}", "invalid_value"
+    return Failure(400, message, _INVALID, field, code)
+
+
+def _shown(value: object) -> str:
+    text = _printable(repr(value))
+    return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}…"
+
+
+def _printable(text: str) -> str:
+    """JSON may hold lone surrogates, which no answer can carry."""
+    return text.encode("utf-8", "backslashreplace").decode()

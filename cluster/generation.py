@@ -1,0 +1,138 @@
+"""One request on its way through an engine: every choice a stream, merged as they come.
+
+Invariant: whoever starts a generation ends it: `close` aborts in the engine whatever still runs,
+and is called on every way out. A choice whose stop string is complete is aborted at once.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from cluster.postprocess import OutputDelta, Postprocessor, TextDecoder
+from cluster.preprocess import PreparedRequest
+from engine.client import EngineClient, EngineStream
+from engine.errors import ShoalError
+from engine.wire import Finish
+
+
+class GenerationFailed(ShoalError):
+    """The engine accepted a request and then gave it up."""
+
+    def __init__(self, finish: Finish) -> None:
+        super().__init__(finish.message or f"the engine ended the request: {finish.reason}")
+        self.reason = finish.reason
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of all choices; the prompt counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    """Prompt tokens that the first choice found in the cache."""
+
+
+class Generation:
+    """Use `start`, iterate or call `next_delta`, and `close` (or use it as a context manager)."""
+
+    def __init__(
+        self, prepared: PreparedRequest, streams: list[EngineStream], decoder: TextDecoder
+    ) -> None:
+        self._prepared = prepared
+        self._streams = streams
+        self._outputs = [Postprocessor(decoder, prepared.rules) for _ in streams]
+        self._ended = [False] * len(streams)
+        self._readers: list[asyncio.Task[None]] = []
+        self._merged: asyncio.Queue[tuple[int, OutputDelta] | Exception | None] = asyncio.Queue()
+        self._num_merged_ends = 0
+
+    @classmethod
+    async def start(
+        cls, client: EngineClient, prepared: PreparedRequest, decoder: TextDecoder
+    ) -> Self:
+        """Returns once the engine has accepted every choice; if it refuses one, none runs.
+
+        Raises `RequestRejected` or `EngineLost`."""
+        adds = [asyncio.ensure_future(client.add(choice)) for choice in prepared.choices]
+        try:
+            streams = await asyncio.gather(*adds)
+        except BaseException:
+            for add in adds:
+                add.cancel()
+            for result in await asyncio.gather(*adds, return_exceptions=True):
+                if isinstance(result, EngineStream):
+                    result.abort()
+            raise
+        return cls(prepared, list(streams), decoder)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self._prepared.num_prompt_tokens,
+            completion_tokens=sum(output.num_tokens for output in self._outputs),
+            cached_tokens=self._outputs[0].cached_tokens,
+        )
+
+    async def next_delta(self) -> tuple[int, OutputDelta] | None:
+        """The next output of any choice with its index; None when all have ended. May be cancelled
+        without loss.
+
+        Raises `EngineLost`, or `GenerationFailed` when the engine gives a choice up."""
+        if len(self._streams) == 1:
+            delta = await self._next_of(0)
+            return None if delta is None else (0, delta)
+        if not self._readers:
+            self._readers = [asyncio.create_task(self._read(i)) for i in range(len(self._streams))]
+        while self._num_merged_ends < len(self._readers):
+            entry = await self._merged.get()
+            if isinstance(entry, Exception):
+                raise entry
+            if entry is not None:
+                return entry
+            self._num_merged_ends += 1
+        return None
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, OutputDelta]]:
+        while (entry := await self.next_delta()) is not None:
+            yield entry
+
+    async def _next_of(self, index: int) -> OutputDelta | None:
+        if self._ended[index]:
+            return None
+        stream = self._streams[index]
+        delta = self._outputs[index].push(await anext(stream))
+        if delta.failure is not None:
+            raise GenerationFailed(delta.failure)
+        if delta.end is not None:
+            self._ended[index] = True
+            stream.abort()
+        return delta
+
+    async def _read(self, index: int) -> None:
+        try:
+            while (delta := await self._next_of(index)) is not None:
+                self._merged.put_nowait((index, delta))
+            self._merged.put_nowait(None)
+        except Exception as error:
+            self._merged.put_nowait(error)
+
+    def close(self) -> None:
+        """Aborts what still runs. Harmless when all has ended."""
+        for reader in self._readers:
+            reader.cancel()
+        for stream in self._streams:
+            stream.abort()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

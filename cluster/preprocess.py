@@ -1,0 +1,152 @@
+"""From a client's messages to engine requests: the first stage of a request.
+
+Invariant: what leaves this stage fits the model (context, vocabulary) and carries all that an
+engine and the last stage need, its seed included; a request that cannot run is refused here with
+the field, the limit and the value. No dialect of any API is known here.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
+
+from cluster.postprocess import OutputRules
+from cluster.tokenizer import TemplateRefused, Tokenizer
+from engine.client import EngineRequest
+from engine.errors import RequestRejected, ShoalError
+from engine.wire import HelloReply, RejectCode, SamplingParams
+
+_SEED_BITS = 63
+
+
+class InvalidRequest(ShoalError):
+    """A request that can never run, by the client's own field name."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a request must fit."""
+
+    max_model_len: int
+    vocab_size: int
+    end_token_ids: frozenset[int]
+
+    @classmethod
+    def of(cls, engine: HelloReply) -> "ModelLimits":
+        return cls(engine.max_model_len, engine.vocab_size, frozenset(engine.eos_token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """What a client asks for, in no particular dialect."""
+
+    prompt: str | Sequence[Mapping[str, str]]
+    """Raw text, or messages with `role` and `content`."""
+    sampling: SamplingParams
+    """Its `max_tokens`, `seed` and `choice` are set by this stage."""
+    max_tokens: int | None = None
+    """None: as many as the context has room for."""
+    seed: int | None = None
+    """None: a random one."""
+    num_choices: int = 1
+    stops: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """One engine request a choice, and the rules of their output."""
+
+    choices: tuple[EngineRequest, ...]
+    rules: OutputRules
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.choices[0].prompt_ids)
+
+
+class Preprocessor:
+    """Renders and tokenises in a few threads of its own: the tokenizer releases the GIL, and a long
+    prompt never holds up the event loop."""
+
+    def __init__(self, tokenizer: Tokenizer, num_threads: int = 2) -> None:
+        self._tokenizer = tokenizer
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="preprocess")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def prepare(
+        self, request_id: str, request: GenerationRequest, limits: ModelLimits
+    ) -> PreparedRequest:
+        """Raises `InvalidRequest`, or `RequestRejected` when the context is too short."""
+        _check_tokens("logit_bias", request.sampling.logit_bias, limits.vocab_size)
+        loop = asyncio.get_running_loop()
+        prompt_ids = await loop.run_in_executor(self._threads, self._tokenise, request.prompt)
+        max_tokens = _max_tokens(len(prompt_ids), request.max_tokens, limits.max_model_len)
+        if request.sampling.min_tokens > max_tokens:
+            raise InvalidRequest(
+                "min_tokens",
+                f"min_tokens must be at most max_tokens ({max_tokens}), "
+                f"got {request.sampling.min_tokens}",
+            )
+        seed = secrets.randbits(_SEED_BITS) if request.seed is None else request.seed
+        choices = tuple(
+            EngineRequest(
+                prompt_ids=prompt_ids,
+                sampling=msgspec.structs.replace(
+                    request.sampling,
+                    max_tokens=max_tokens,
+                    seed=seed & ((1 << _SEED_BITS) - 1),
+                    choice=choice,
+                ),
+                request_id=f"{request_id}-{choice}",
+            )
+            for choice in range(request.num_choices)
+        )
+        rules = OutputRules(request.stops, request.sampling.min_tokens, limits.end_token_ids)
+        return PreparedRequest(choices, rules)
+
+    def _tokenise(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self._tokenizer.encode(prompt, add_special_tokens=True)
+        else:
+            try:
+                text = self._tokenizer.render_chat(prompt)
+            except TemplateRefused as error:
+                raise InvalidRequest("messages", str(error)) from error
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if not ids:
+            raise InvalidRequest("prompt", "the prompt has no tokens")
+        return ids
+
+
+def _max_tokens(num_prompt_tokens: int, asked: int | None, max_model_len: int) -> int:
+    room = max_model_len - num_prompt_tokens
+    if asked is None and room > 0:
+        return room
+    if room <= 0 or (asked is not None and asked > room):
+        output = "at least 1 is" if asked is None else f"{asked} are"
+        raise RequestRejected(
+            RejectCode.CONTEXT_LENGTH,
+            f"the context limit is {max_model_len} tokens, but the prompt has "
+            f"{num_prompt_tokens} and {output} asked for as output: "
+            f"{num_prompt_tokens + (asked or 1)} together",
+        )
+    assert asked is not None
+    return asked
+
+
+def _check_tokens(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    largest = max(token_ids, default=0)
+    if largest >= vocab_size:
+        raise InvalidRequest(
+            field,
+            f"{field}: token ids must be below the vocabulary size ({vocab_size}), got {largest}",
+        )
