@@ -4,119 +4,127 @@ Invariant: every value an engine depends on is a field here, documented and boun
 is refused. A field that may change while the engine runs is marked ``live``, any other ``restart``.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from configs.section import Section, live, restart
+from configs.units import ByteSize, Duration
 
 _GIB = 1 << 30
 
 
-def _restart(default: Any, description: str, **bounds: Any) -> Any:
-    return Field(
-        default, description=description, json_schema_extra={"change": "restart"}, **bounds
-    )
-
-
-def _live(default: Any, description: str, **bounds: Any) -> Any:
-    return Field(default, description=description, json_schema_extra={"change": "live"}, **bounds)
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class CacheConfig(_Section):
+class CacheConfig(Section):
     """The KV cache of one engine."""
 
-    block_size: int = _restart(16, "Tokens in a KV block.", ge=1, le=256)
-    memory_bytes: int = _restart(
-        _GIB, "KV memory in bytes; the number of blocks follows from it.", ge=1 << 20
+    block_size: int = restart(16, "Tokens in a KV block.", ge=1, le=256)
+    memory_bytes: ByteSize = restart(
+        _GIB, "KV memory in bytes; the number of blocks follows from it.", ge=1 << 20, le=1 << 44
     )
-    num_blocks: int | None = _restart(
-        None, "KV blocks; overrides memory_bytes when given.", ge=1, le=1 << 24
+    num_blocks: Annotated[int, Field(ge=1, le=1 << 24)] | None = restart(
+        None, "KV blocks; overrides memory_bytes when given."
     )
-    enable_prefix_caching: bool = _restart(True, "Reuse full blocks of equal prefixes.")
+    enable_prefix_caching: bool = restart(True, "Reuse full blocks of equal prefixes.")
 
 
-class SchedulerConfig(_Section):
+class SchedulerConfig(Section):
     """How one engine fills its steps."""
 
-    max_num_batched_tokens: int = _live(2048, "Token budget of one step.", ge=1, le=1 << 20)
-    max_num_seqs: int = _live(256, "Requests that run at the same time.", ge=1, le=65536)
-    long_prefill_threshold: int = _live(
+    max_num_batched_tokens: int = live(2048, "Token budget of one step.", ge=1, le=1 << 20)
+    max_num_seqs: int = live(256, "Requests that run at the same time.", ge=1, le=65536)
+    long_prefill_threshold: int = live(
         1024, "Most tokens one request may compute in a step.", ge=1, le=1 << 20
     )
-    max_waiting: int = _live(4096, "Requests that may wait; beyond it one is refused.", ge=1)
+    max_waiting: int = live(
+        4096, "Requests that may wait; beyond it one is refused.", ge=1, le=1 << 20
+    )
 
 
-class TransportConfig(_Section):
+class TransportConfig(Section):
     """The engine's sockets."""
 
-    listen: str = _restart(
+    listen: str = restart(
         "tcp://127.0.0.1:*",
         "Where the request socket binds: ipc://PATH, or tcp://ADDRESS:PORT ('*': any free port).",
         pattern=r"^(ipc|tcp)://.+",
+        max_length=256,
     )
-    listen_stream: str = _restart(
+    listen_stream: str = restart(
         "tcp://127.0.0.1:*",
         "Where the event and load stream binds; the same forms.",
         pattern=r"^(ipc|tcp)://.+",
+        max_length=256,
     )
-    lease_s: float = _restart(
+    lease_s: Duration = restart(
         5.0, "Seconds of silence after which an ingress's requests are aborted.", gt=0, le=3600
     )
-    max_message_bytes: int = _restart(
+    max_message_bytes: ByteSize = restart(
         16 << 20, "Largest message accepted from an ingress.", ge=1024, le=1 << 30
     )
-    outbox_messages: int = _restart(
-        1024, "Unsent messages kept for one ingress; beyond it its requests are aborted.", ge=1
+    outbox_messages: int = restart(
+        1024,
+        "Unsent messages kept for one ingress; beyond it its requests are aborted.",
+        ge=1,
+        le=1 << 20,
     )
-    load_report_interval_s: float = _restart(
+    load_report_interval_s: Duration = restart(
         0.1, "Seconds between load reports on the stream.", gt=0, le=60
     )
-    replay_frames: int = _restart(
+    replay_frames: int = restart(
         4096, "Frames of the stream kept for replay after a gap.", ge=1, le=1 << 20
     )
-    snapshot_chunk_keys: int = _restart(
+    snapshot_chunk_keys: int = restart(
         4096, "Block keys in one chunk of a snapshot.", ge=1, le=1 << 20
     )
 
 
-class SimulationConfig(_Section):
+class SimulationConfig(Section):
     """Cost model of the simulated executor: a step lasts
     ``step_s + token_s * tokens computed + context_token_s * tokens attended to``."""
 
-    vocab_size: int = _restart(32000, "Token ids run from 0 to this, exclusive.", ge=2, le=1 << 20)
-    max_model_len: int = _restart(131072, "Longest prompt plus output.", ge=1)
-    step_s: float = _restart(0.0, "Fixed seconds of a step.", ge=0)
-    token_s: float = _restart(0.0, "Seconds for each token computed.", ge=0)
-    context_token_s: float = _restart(0.0, "Seconds for each token of KV read.", ge=0)
-    eos_period: int = _restart(
+    vocab_size: int = restart(32000, "Token ids run from 0 to this, exclusive.", ge=2, le=1 << 20)
+    max_model_len: int = restart(131072, "Longest prompt plus output.", ge=1, le=1 << 30)
+    step_s: Duration = restart(0.0, "Fixed seconds of a step.", ge=0, le=3600)
+    token_s: Duration = restart(0.0, "Seconds for each token computed.", ge=0, le=3600)
+    context_token_s: Duration = restart(0.0, "Seconds for each token of KV read.", ge=0, le=3600)
+    eos_period: int = restart(
         0, "One token in this many is the end token; 0: never.", ge=0, le=1 << 20
     )
 
 
-class EngineConfig(_Section):
+class EngineConfig(Section):
     """One EngineCore: what it runs, with how much, and where it listens."""
 
-    model: str = _restart("default", "Local folder, hub id, or 'default' for the bundled model.")
-    executor: Literal["model", "simulated"] = _restart(
+    model: str = restart(
+        "default",
+        "Local folder, hub id, or 'default' for the bundled model.",
+        min_length=1,
+        max_length=4096,
+    )
+    executor: Literal["model", "simulated"] = restart(
         "model", "Real model, or the stated cost model of `simulation` that answers with hashes."
     )
-    device: str = _restart("auto", "torch device; 'auto' takes CUDA when there is one, else CPU.")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _restart(
+    device: str = restart(
+        "auto",
+        "torch device; 'auto' takes CUDA when there is one, else CPU.",
+        min_length=1,
+        max_length=64,
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = restart(
         "auto", "Weights and KV; 'auto' is the checkpoint's own."
     )
-    threads: Annotated[int, Field(ge=1, le=1024)] | None = _restart(
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = restart(
         None, "CPU threads of the engine; none: the cores this process may use."
     )
-    max_model_len: Annotated[int, Field(ge=1)] | None = _restart(
+    max_model_len: Annotated[int, Field(ge=1, le=1 << 30)] | None = restart(
         None, "Longest prompt plus output; none: what the model and the KV memory allow."
     )
-    cluster_secret_file: str | None = _restart(
+    cluster_secret_file: str | None = restart(
         None,
         "File of 32 or more random bytes, mode 0600, that keys the prefix hash; "
         "none: a fresh random key for each engine start.",
+        min_length=1,
+        max_length=4096,
     )
     cache: CacheConfig = Field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)

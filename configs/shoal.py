@@ -1,0 +1,243 @@
+"""The whole tree: what a Shoal cluster serves, and how.
+
+Invariant: a tree that validates names every model once, holds no secret (only the paths of files
+that do), and says of every field whether it may change while the cluster serves.
+"""
+
+from collections.abc import Iterable
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, StringConstraints, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
+
+from configs.engine import EngineConfig
+from configs.section import Section, live, restart
+from configs.units import ByteSize, Duration
+
+ModelName = Annotated[
+    str,
+    StringConstraints(
+        min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]*$", strict=True
+    ),
+]
+"""A model as a client calls it: letters, digits and `. _ : / @ + -`, a letter or digit first."""
+_LabelKey = Annotated[
+    str, StringConstraints(max_length=320, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", strict=True)
+]
+_LabelValue = Annotated[str, StringConstraints(max_length=256, strict=True)]
+
+
+class PlacementConfig(Section):
+    """Where one replica of a model runs: the resources and the node of its engine."""
+
+    num_gpus: float = restart(
+        0.0, "GPUs of one engine, a fraction or a whole number; 0: a CPU replica.", ge=0, le=64
+    )
+    num_cpus: float = restart(
+        1.0,
+        "CPUs that Ray sets aside for one engine; `engine.threads` says how many it uses.",
+        ge=0,
+        le=4096,
+    )
+    accelerator_type: str | None = restart(
+        None,
+        "Ray's name of the accelerator a node must have, such as H100; none: any.",
+        min_length=1,
+        max_length=64,
+    )
+    node_labels: dict[_LabelKey, _LabelValue] = restart(
+        {}, "Ray node labels that a node must carry.", max_length=32
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.num_gpus > 1 and self.num_gpus != int(self.num_gpus):
+            raise _error("num_gpus above 1 must be a whole number", self.num_gpus, "num_gpus")
+        if self.num_gpus == 0 and self.num_cpus == 0:
+            raise _error("num_cpus and num_gpus are both 0", self.num_cpus, "num_cpus")
+        return self
+
+
+class SupervisionConfig(Section):
+    """How one model's engines are watched, restarted and drained."""
+
+    stall_s: Duration = live(
+        30.0,
+        "Age of a step after which an engine counts as stalled (or five predicted steps, "
+        "whichever is longer).",
+        ge=0.1,
+        le=86400,
+    )
+    max_restarts: int = live(
+        3,
+        "Restarts of an engine within restart_window_s; after them its replica is replaced.",
+        ge=0,
+        le=1000,
+    )
+    restart_window_s: Duration = live(
+        600.0, "Time over which restarts are counted.", ge=1, le=604800
+    )
+    start_timeout_s: Duration = live(
+        1800.0, "Time an engine may take to load and warm up.", ge=1, le=86400
+    )
+    drain_timeout_s: Duration = live(
+        30.0, "Time a draining engine waits for its requests before it stops.", ge=0, le=86400
+    )
+    poll_interval_s: Duration = live(
+        0.5, "Time between two looks at an engine's state.", ge=0.01, le=60
+    )
+
+
+class ModelConfig(Section):
+    """One model as clients see it: its names, its replicas, and the engine of each."""
+
+    name: ModelName = restart(..., "The model as clients call it; unique.")
+    aliases: list[ModelName] = live([], "More names of it; unique over all models.", max_length=64)
+    replicas: int = live(1, "Engines that serve it.", ge=1, le=1000)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    supervision: SupervisionConfig = Field(default_factory=SupervisionConfig)
+
+
+class IngressConfig(Section):
+    """The HTTP front."""
+
+    host: str = restart(
+        "127.0.0.1",
+        "Address that HTTP binds to.",
+        min_length=1,
+        max_length=253,
+    )
+    port: int = restart(8000, "Port of HTTP.", ge=1, le=65535)
+    replicas: int = live(1, "Ingress processes; all are active.", ge=1, le=256)
+    max_body_bytes: ByteSize = live(
+        8 << 20, "Largest request body accepted.", ge=1 << 10, le=1 << 30
+    )
+    keep_alive_s: Duration = live(
+        15.0, "Silence on a stream after which a comment is sent to keep it open.", ge=0.1, le=3600
+    )
+    proxy: Literal["auto", "haproxy", "python"] = restart(
+        "auto",
+        "What accepts connections. haproxy: Ray Serve's HAProxy (on a cluster that `shoal serve` "
+        "did not start, its metrics and statistics ports are open on all interfaces: close them "
+        "from outside); python: Ray Serve's own proxy, which is slower; auto: HAProxy where it "
+        "can run.",
+    )
+
+
+class RouterConfig(Section):
+    """How a request finds its replica."""
+
+    policy: Literal["prefix", "least_backlog", "round_robin", "power_of_two"] = live(
+        "prefix",
+        "prefix: seconds of prefill saved by the cached prefix less seconds of expected queueing; "
+        "the others ignore the cache.",
+    )
+    tie_fraction: float = live(
+        0.10,
+        "Replicas whose score is within this fraction of the best are split by hash, so that "
+        "several ingresses do not choose the same one at once.",
+        ge=0,
+        le=1,
+    )
+    load_factor: float = live(
+        1.25,
+        "Most load a replica may have, as a multiple of the mean, to be given a prefix that "
+        "no replica holds.",
+        ge=1,
+        le=100,
+    )
+    cold_blocks: int = live(
+        4, "First blocks of a prompt that are hashed to place such a prefix.", ge=1, le=1024
+    )
+    default_prefill_tokens_per_s: float = live(
+        2000.0, "Prefill rate assumed of a replica that has not measured its own.", gt=0, le=1e9
+    )
+    default_decode_tokens_per_s: float = live(
+        50.0, "Decode rate of one request, assumed likewise.", gt=0, le=1e9
+    )
+    max_attempts: int = live(
+        3, "Replicas a request may be tried on, the first included.", ge=1, le=100
+    )
+
+
+class RegistryConfig(Section):
+    """The directory of engines, keys and live settings."""
+
+    path: str | None = restart(
+        None,
+        "File that holds its state; none: kept in memory, lost when its node is.",
+        min_length=1,
+        max_length=4096,
+    )
+    lease_s: Duration = restart(
+        5.0, "Silence after which an engine is struck off the directory.", ge=0.5, le=3600
+    )
+
+
+class ShoalConfig(Section):
+    """The configuration of one cluster."""
+
+    models: list[ModelConfig] = live(
+        ..., "What is served; a change to one never touches another.", min_length=1, max_length=1000
+    )
+    ingress: IngressConfig = Field(default_factory=IngressConfig)
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    registry: RegistryConfig = Field(default_factory=RegistryConfig)
+    cluster_secret_file: str | None = restart(
+        None,
+        "File of 32 or more random bytes, mode 0600, from which the cluster's keys are derived; "
+        "an engine without a file of its own uses it.",
+        min_length=1,
+        max_length=4096,
+    )
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        clashes = name_clashes((model.name, [*model.aliases]) for model in self.models)
+        if clashes:
+            raise _errors([(message, name, loc) for loc, name, message in clashes])
+        return self
+
+    def engine_config(self, model: ModelConfig) -> EngineConfig:
+        """What an engine of `model` is told: its own section, with the cluster's secret file where
+        it names none."""
+        if model.engine.cluster_secret_file is not None:
+            return model.engine
+        return model.engine.model_copy(update={"cluster_secret_file": self.cluster_secret_file})
+
+
+def name_clashes(
+    names: Iterable[tuple[object, list[object]]],
+) -> list[tuple[tuple[str | int, ...], str, str]]:
+    """Given each model's name and aliases: the place in the tree, the name and a message for every
+    name that was taken before. What is no text is passed over."""
+    taken: dict[str, str] = {}
+    clashes = []
+    for index, (name, aliases) in enumerate(names):
+        places: list[tuple[str | int, ...]] = [("models", index, "name")]
+        places += [("models", index, "aliases", number) for number in range(len(aliases))]
+        for loc, each in zip(places, [name, *aliases], strict=True):
+            if not isinstance(each, str):
+                continue
+            if each in taken:
+                clashes.append((loc, each, f"the name {each!r} is taken by {taken[each]}"))
+            taken.setdefault(each, f"models[{index}]")
+    return clashes
+
+
+def _error(message: str, value: object, *loc: str | int) -> ValidationError:
+    return _errors([(message, value, loc)])
+
+
+def _errors(problems: list[tuple[str, object, tuple[str | int, ...]]]) -> ValidationError:
+    """Raised inside a validator, its places are taken below that validator's own."""
+    details = [
+        InitErrorDetails(
+            type=PydanticCustomError("conflict", "{message}", {"message": message}),
+            loc=loc,
+            input=value,
+        )
+        for message, value, loc in problems
+    ]
+    return ValidationError.from_exception_data("configuration", details)
