@@ -6,10 +6,15 @@ from pathlib import Path
 
 import click
 
+from bench.serve.command import serve
+
 
 @click.group()
 def bench() -> None:
     """Measure Shoal; figures come out as flat JSON, one metric a key."""
+
+
+bench.add_command(serve)
 
 
 @bench.command(
@@ -49,6 +54,23 @@ def engine(
         }
     )
     figures = bench_engine(config, rounds, lambda phase: click.echo(phase, err=True))
+    _report(figures, json_path)
+
+
+@bench.command(epilog="Example: shoal bench ingress --proxy haproxy --json ingress.json")
+@click.option(
+    "--proxy", type=click.Choice(["python", "haproxy"]), default="python", show_default=True
+)
+@click.option("--requests", type=click.IntRange(16, 100_000), default=200, show_default=True)
+@click.option("--port", type=click.IntRange(1, 65535), default=8765, show_default=True)
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path), help="Write the figures here."
+)
+def ingress(proxy: str, requests: int, port: int, json_path: Path | None) -> None:
+    """What HTTP, Serve and the ingress add to an engine's time to first token."""
+    from bench.ingress import bench_ingress
+
+    figures = bench_ingress(proxy, requests, port, lambda phase: click.echo(phase, err=True))
     _report(figures, json_path)
 
 
