@@ -1,36 +1,59 @@
 """The ingress as a Ray Serve application.
 
-Invariant: what Serve pickles is settings and a handle, never an open socket or a tokenizer: every
-replica builds its own application when it starts.
+Invariant: what Serve pickles is paths and settings, never a secret, an open socket or a tokenizer:
+every replica builds its own application when it starts.
 """
 
+import secrets
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
 
 from cluster.ingress import IngressSettings, build_app
+from configs.secret import read_secret
+from configs.shoal import IngressConfig, RouterConfig
+from replicas.directory import DirectoryView
+from replicas.registry import find_registry
 
 _MAX_ONGOING_REQUESTS = 4096
-"""The engine's own queue is the limit that clients meet; this one only bounds memory."""
+"""The engines' own queues are the limit that clients meet; this one only bounds memory."""
+_WATCH_TIMEOUT_S = 5.0
 
 
-def ingress_application(settings: IngressSettings, engine: Any) -> Any:
-    """An application to hand to `serve.run`. `engine` is an `EngineActor` handle: its end is known
-    at once from the actor, sooner than from its silence."""
+class RegistryDirectory:
+    """Views of the directory from the Registry actor."""
 
-    async def until_engine_ends() -> None:
-        await engine.wait.remote()
+    def __init__(self) -> None:
+        self._registry: Any = None
+
+    async def next_view(self, known: DirectoryView | None) -> DirectoryView:
+        if self._registry is None:
+            self._registry = find_registry()
+        boot_id, version = (known.boot_id, known.version) if known is not None else ("", 0)
+        view: DirectoryView = await self._registry.watch.remote(boot_id, version, _WATCH_TIMEOUT_S)
+        return view
+
+
+def ingress_application(ingress: IngressConfig, router: RouterConfig, secret_file: str) -> Any:
+    """An application to hand to `serve.run`."""
 
     def build() -> FastAPI:
-        return build_app(settings, until_engine_ends)
+        settings = IngressSettings(
+            secret=read_secret(secret_file),
+            router=router,
+            max_body_bytes=ingress.max_body_bytes,
+            keep_alive_s=ingress.keep_alive_s,
+            ingress_id=f"ingress-{secrets.token_hex(6)}",
+        )
+        return build_app(settings, RegistryDirectory())
 
     class Ingress:
         """Nothing of its own: the application is the FastAPI one."""
 
     deployment: Any = serve.deployment(
         name="Ingress",
-        num_replicas=1,
+        num_replicas=ingress.replicas,
         max_ongoing_requests=_MAX_ONGOING_REQUESTS,
         ray_actor_options={"num_cpus": 0},
     )(serve.ingress(build)(Ingress))

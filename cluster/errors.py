@@ -15,9 +15,11 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from cluster.fleet import ModelNotFound
 from cluster.generation import GenerationFailed
 from cluster.openai import ErrorBody, ErrorDetail
 from cluster.preprocess import InvalidRequest
+from cluster.served_model import ModelNotReady
 from engine.errors import EngineLost, RequestRejected, ShoalError
 from engine.wire import FinishReason, RejectCode
 
@@ -29,13 +31,6 @@ _RETRY_AFTER_S = 1
 
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
-
-
-class ModelNotFound(ShoalError):
-    """No model of this name is served."""
-
-    def __init__(self, name: str, served: Sequence[str]) -> None:
-        super().__init__(f"the model {_shown(name)} does not exist; served: {', '.join(served)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +58,8 @@ def failure_of(error: Exception) -> Failure:
     match error:
         case ModelNotFound():
             return Failure(404, str(error), _INVALID, "model", "model_not_found")
+        case ModelNotReady():
+            return Failure(503, str(error), _SERVER, code="model_not_ready")
         case InvalidRequest(field=field):
             return Failure(400, str(error), _INVALID, field, "invalid_value")
         case RequestRejected(code=RejectCode.INVALID):

@@ -5,14 +5,15 @@ and is called on every way out. A choice whose stop string is complete is aborte
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from cluster.postprocess import OutputDelta, Postprocessor, TextDecoder
 from cluster.preprocess import PreparedRequest
-from engine.client import EngineClient, EngineStream
+from engine.client import EngineStream
 from engine.errors import ShoalError
 from engine.wire import Finish
 
@@ -23,6 +24,30 @@ class GenerationFailed(ShoalError):
     def __init__(self, finish: Finish) -> None:
         super().__init__(finish.message or f"the engine ended the request: {finish.reason}")
         self.reason = finish.reason
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """When a request passed each stage, in seconds of `time.perf_counter`."""
+
+    arrived_s: float = field(default_factory=time.perf_counter)
+    prepared_s: float = 0.0
+    routed_s: float = 0.0
+    accepted_s: float = 0.0
+    first_token_s: float = 0.0
+
+    def stages(self) -> Iterator[tuple[str, float]]:
+        """Name and seconds of each stage that is behind it."""
+        marks = (
+            ("preprocess", self.arrived_s, self.prepared_s),
+            ("route", self.prepared_s, self.routed_s),
+            ("admit", self.routed_s, self.accepted_s),
+            ("engine", self.accepted_s, self.first_token_s),
+            ("ttft", self.arrived_s, self.first_token_s),
+        )
+        for name, start_s, end_s in marks:
+            if start_s and end_s:
+                yield name, end_s - start_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +61,21 @@ class Usage:
 
 
 class Generation:
-    """Use `start`, iterate or call `next_delta`, and `close` (or use it as a context manager)."""
+    """The accepted streams of one request. Iterate or call `next_delta`, and `close` (or use it as
+    a context manager)."""
 
     def __init__(
-        self, prepared: PreparedRequest, streams: list[EngineStream], decoder: TextDecoder
+        self,
+        prepared: PreparedRequest,
+        streams: list[EngineStream],
+        decoder: TextDecoder,
+        times: RequestTimes | None = None,
+        on_close: Callable[["Generation"], None] = lambda generation: None,
     ) -> None:
+        """`on_close` is called once, when it is over for whatever reason."""
+        self.times = times or RequestTimes()
+        self._on_close = on_close
+        self._is_closed = False
         self._prepared = prepared
         self._streams = streams
         self._outputs = [Postprocessor(decoder, prepared.rules) for _ in streams]
@@ -48,25 +83,6 @@ class Generation:
         self._readers: list[asyncio.Task[None]] = []
         self._merged: asyncio.Queue[tuple[int, OutputDelta] | Exception | None] = asyncio.Queue()
         self._num_merged_ends = 0
-
-    @classmethod
-    async def start(
-        cls, client: EngineClient, prepared: PreparedRequest, decoder: TextDecoder
-    ) -> Self:
-        """Returns once the engine has accepted every choice; if it refuses one, none runs.
-
-        Raises `RequestRejected` or `EngineLost`."""
-        adds = [asyncio.ensure_future(client.add(choice)) for choice in prepared.choices]
-        try:
-            streams = await asyncio.gather(*adds)
-        except BaseException:
-            for add in adds:
-                add.cancel()
-            for result in await asyncio.gather(*adds, return_exceptions=True):
-                if isinstance(result, EngineStream):
-                    result.abort()
-            raise
-        return cls(prepared, list(streams), decoder)
 
     @property
     def usage(self) -> Usage:
@@ -103,7 +119,10 @@ class Generation:
         if self._ended[index]:
             return None
         stream = self._streams[index]
-        delta = self._outputs[index].push(await anext(stream))
+        item = await anext(stream)
+        if not self.times.first_token_s:
+            self.times.first_token_s = time.perf_counter()
+        delta = self._outputs[index].push(item)
         if delta.failure is not None:
             raise GenerationFailed(delta.failure)
         if delta.end is not None:
@@ -121,10 +140,14 @@ class Generation:
 
     def close(self) -> None:
         """Aborts what still runs. Harmless when all has ended."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         for reader in self._readers:
             reader.cancel()
         for stream in self._streams:
             stream.abort()
+        self._on_close(self)
 
     def __enter__(self) -> Self:
         return self

@@ -1,14 +1,14 @@
-"""The HTTP front of one model: routes, limits and the life of what they share.
+"""The HTTP front: routes, limits and the life of what they share.
 
 Invariant: nothing here needs Ray or torch. One `build_app` makes the application for Ray Serve and,
-with uvicorn alone, for tests.
+with uvicorn alone, for tests. A status line goes out only after an engine has accepted.
 """
 
+import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,13 +17,14 @@ from fastapi.responses import JSONResponse, Response
 from cluster import errors
 from cluster.body_limit import BodyLimit
 from cluster.chat import AnswerHead, ClientGone, EventStream, whole_answer
-from cluster.errors import ModelNotFound
-from cluster.generation import Generation
-from cluster.link import EngineLink
+from cluster.fleet import DirectorySource, Fleet
+from cluster.metrics import IngressMetrics
 from cluster.openai import ChatCompletionRequest, ModelCard, ModelList, now_s
-from cluster.preprocess import ModelLimits, Preprocessor
-from cluster.tokenizer import Tokenizer
-from engine.errors import EngineLost
+from cluster.preprocess import GenerationRequest
+from cluster.served_model import IngressIdentity, ServedModel, Started
+from configs.shoal import RouterConfig
+from engine.wire import LoadReport
+from replicas.directory import EngineState, model_state
 
 _CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that left; nobody receives it, logs show it."""
@@ -33,93 +34,143 @@ _CLIENT_CLOSED_REQUEST = 499
 class IngressSettings:
     """What an ingress is told when it starts."""
 
-    model_name: str
-    """As clients call it."""
-    model_folder: Path
-    """Holds the tokenizer and the chat template."""
-    engine_endpoint: str
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    """Keys the prefix hash. If the engines have another, no prefix is ever found to be cached."""
+    router: RouterConfig = field(default_factory=RouterConfig)
     max_body_bytes: int = 8 << 20
-    created: int = field(default_factory=now_s)
+    keep_alive_s: float = 15.0
+    ingress_id: str = field(default_factory=lambda: f"ingress-{secrets.token_hex(6)}")
 
 
-class ModelIngress:
-    """The parts of an ingress for one model, and the handlers that use them."""
+class Ingress:
+    """The parts of one ingress, and the handlers that use them."""
 
-    def __init__(
-        self,
-        settings: IngressSettings,
-        until_engine_ends: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
+    def __init__(self, settings: IngressSettings, source: DirectorySource) -> None:
         self._settings = settings
-        self._tokenizer = Tokenizer.load(settings.model_folder)
-        self._preprocessor = Preprocessor(self._tokenizer)
-        self._link = EngineLink(settings.engine_endpoint, until_engine_ends)
+        self._created = now_s()
+        identity = IngressIdentity(settings.ingress_id, settings.secret, settings.router)
+        self._fleet = Fleet(source, identity)
+        self._metrics = IngressMetrics(self._loads)
 
     @contextlib.asynccontextmanager
     async def running(self, _: FastAPI) -> AsyncIterator[None]:
-        self._link.open()
+        following = asyncio.create_task(self._fleet.run())
         try:
             yield
         finally:
-            await self._link.close()
-            self._preprocessor.close()
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            await self._fleet.close()
+
+    # ------------------------------------------------------------ generation
 
     async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:
-        if body.model != self._settings.model_name:
-            raise ModelNotFound(body.model, [self._settings.model_name])
-        client = self._link.client
-        info = client.info
-        assert info is not None
         request_id = f"chatcmpl-{secrets.token_hex(12)}"
-        prepared = await self._preprocessor.prepare(
-            request_id, body.as_generation(), ModelLimits.of(info)
-        )
-        head = AnswerHead(request_id, now_s(), body.model, f"fp_{info.fingerprint[:12]}")
-        generation = await Generation.start(client, prepared, self._tokenizer)
+        started = await self._start(body.model, request_id, body.as_generation())
+        head = AnswerHead(request_id, now_s(), body.model, f"fp_{started.fingerprint[:12]}")
         if body.stream:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
-            return EventStream(generation, head, self._tokenizer, include_usage)
+            stream = EventStream(started.generation, head, started.tokenizer, include_usage)
+            stream.headers.update(_tracing(request_id, started))
+            return stream
         try:
-            answer = await whole_answer(generation, head, self._tokenizer, request)
+            answer = await whole_answer(started.generation, head, started.tokenizer, request)
         except ClientGone:
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        return Response(answer.model_dump_json(), media_type="application/json")
+        headers = _tracing(request_id, started)
+        return Response(answer.model_dump_json(), 200, headers, media_type="application/json")
+
+    async def _start(self, model_name: str, request_id: str, request: GenerationRequest) -> Started:
+        """Starts a request on the model of this name or alias, and counts it."""
+        model = self._fleet.model(model_name)
+        name = model.entry.name
+        try:
+            started = await model.start(
+                request_id, request, lambda generation: self._metrics.ended(name, generation)
+            )
+        except Exception as error:
+            self._metrics.answered(name, errors.failure_of(error).status)
+            raise
+        self._metrics.answered(name, 200)
+        self._metrics.routed(name, started.decision)
+        return started
+
+    # ------------------------------------------------------------ models and state
 
     async def models(self) -> ModelList:
-        return ModelList(data=[await self.model(self._settings.model_name)])
+        """Every model with its aliases, ready or not."""
+        names = [
+            name
+            for model in self._fleet.models.values()
+            for name in (model.entry.name, *model.entry.aliases)
+        ]
+        return ModelList(data=[self._card(name) for name in names])
 
     async def model(self, name: str) -> ModelCard:
-        if name != self._settings.model_name:
-            raise ModelNotFound(name, [self._settings.model_name])
-        with contextlib.suppress(EngineLost):
-            info = self._link.client.info
-            length = info.max_model_len if info is not None else None
-            return ModelCard(id=name, created=self._settings.created, max_model_len=length)
-        return ModelCard(id=name, created=self._settings.created)
+        return self._card(name)
+
+    def _card(self, name: str) -> ModelCard:
+        length = self._fleet.model(name).max_model_len
+        return ModelCard(id=name, created=self._created, max_model_len=length)
 
     async def health(self) -> JSONResponse:
-        """200 while there is a session with the engine, with its last load report; 503 else."""
-        try:
-            follower = self._link.client.follower
-        except EngineLost as error:
-            return JSONResponse({"status": "unavailable", "reason": str(error)}, 503)
-        load = follower.load if follower is not None else None
-        engine: dict[str, Any] | None = None
-        if load is not None:
-            engine = {
-                "running": load.running,
-                "waiting": load.waiting,
-                "used_blocks": load.used_blocks,
-                "num_blocks": load.num_blocks,
+        """200 while this ingress lives: what engines do is for `/ready` to tell."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self) -> JSONResponse:
+        """Each model and its engines; 200 when at least one model can be served."""
+        models = {name: self._state(model) for name, model in self._fleet.models.items()}
+        is_ready = any(state["state"] == EngineState.READY for state in models.values())
+        body = {"status": "ready" if is_ready else "not ready", "models": models}
+        return JSONResponse(body, 200 if is_ready else 503)
+
+    def _state(self, model: ServedModel) -> dict[str, Any]:
+        view = self._fleet.view
+        assert view is not None
+        name = model.entry.name
+        state = model_state(view, name)
+        if state is EngineState.READY and not model.is_ready:
+            state = EngineState.LOADING
+        engines = [
+            {
+                "id": entry.replica_id,
+                "state": entry.state,
+                "detail": entry.detail,
+                "pid": entry.pid,
+                "restarts": entry.restarts,
+                **self._load_fields(model, entry.core_id),
             }
-        return JSONResponse({"status": "ok", "engine": engine})
+            for entry in view.engines
+            if entry.model == name
+        ]
+        return {"state": state, "detail": model.failure, "engines": engines}
+
+    @staticmethod
+    def _load_fields(model: ServedModel, core_id: str) -> dict[str, int]:
+        session = model.sessions.get(core_id)
+        if session is None or session.load is None:
+            return {}
+        names = ("running", "waiting", "used_blocks", "num_blocks")
+        return {name: getattr(session.load, name) for name in names}
+
+    def _loads(self) -> Iterator[tuple[str, str, LoadReport]]:
+        for name, model in self._fleet.models.items():
+            for core_id, session in model.sessions.items():
+                if session.load is not None:
+                    yield name, core_id, session.load
+
+    async def metrics(self) -> Response:
+        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
 
 
-def build_app(
-    settings: IngressSettings, until_engine_ends: Callable[[], Awaitable[None]] | None = None
-) -> FastAPI:
-    """The application of one ingress; its session with the engine opens and closes with it."""
-    ingress = ModelIngress(settings, until_engine_ends)
+def _tracing(request_id: str, started: Started) -> dict[str, str]:
+    """Headers that say which request this was, and which engine took it."""
+    return {"X-Request-Id": request_id, "X-Shoal-Engine": started.decision.replica_id}
+
+
+def build_app(settings: IngressSettings, source: DirectorySource) -> FastAPI:
+    """The application of one ingress; its sessions with engines open and close with it."""
+    ingress = Ingress(settings, source)
     app = FastAPI(title="Shoal", lifespan=ingress.running, docs_url=None, redoc_url=None)
     errors.install(app)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
@@ -127,4 +178,6 @@ def build_app(
     app.get("/v1/models")(ingress.models)
     app.get("/v1/models/{name:path}")(ingress.model)
     app.get("/health", response_model=None)(ingress.health)
+    app.get("/ready", response_model=None)(ingress.ready)
+    app.get("/metrics", response_model=None)(ingress.metrics)
     return app

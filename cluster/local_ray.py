@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from cluster import haproxy
 from cluster.reaper import Reaper, kill_marked, marked
 
 _OBJECT_STORE_BYTES = 80_000_000
@@ -27,7 +28,8 @@ _TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 class LocalRay:
     """Use `started()`. The folder is kept when the block fails, for the logs in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, use_haproxy: bool = False) -> None:
+        self._use_haproxy = use_haproxy
         # In /tmp itself, because a socket's path has room for 107 characters and Ray needs most.
         self.folder = Path(tempfile.mkdtemp(prefix="shoal-", dir="/tmp"))
         self.socket_folder = self.folder / "engine"
@@ -76,6 +78,8 @@ class LocalRay:
             # Ray runs its workers at nice 15, to spare the node's own daemons; here they serve.
             RAY_worker_niceness="0",
         )
+        if self._use_haproxy:
+            os.environ.update(haproxy.loopback_environment(self.folder / "haproxy"))
         import ray
 
         ray.init(

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from cache.events import BlockKey
+from cache.keys import KeyRoot
 from cluster.postprocess import OutputRules
 from cluster.tokenizer import TemplateRefused, Tokenizer
 from engine.client import EngineRequest
@@ -65,6 +67,8 @@ class PreparedRequest:
 
     choices: tuple[EngineRequest, ...]
     rules: OutputRules
+    block_keys: tuple[BlockKey, ...] = ()
+    """Of the prompt's full blocks, for the router."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -83,12 +87,20 @@ class Preprocessor:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def prepare(
-        self, request_id: str, request: GenerationRequest, limits: ModelLimits
+        self,
+        request_id: str,
+        request: GenerationRequest,
+        limits: ModelLimits,
+        root: KeyRoot | None = None,
     ) -> PreparedRequest:
-        """Raises `InvalidRequest`, or `RequestRejected` when the context is too short."""
+        """`root`: where the prompt's block keys start; none: they are not wanted.
+
+        Raises `InvalidRequest`, or `RequestRejected` when the context is too short."""
         _check_tokens("logit_bias", request.sampling.logit_bias, limits.vocab_size)
         loop = asyncio.get_running_loop()
-        prompt_ids = await loop.run_in_executor(self._threads, self._tokenise, request.prompt)
+        prompt_ids, keys = await loop.run_in_executor(
+            self._threads, self._tokenise, request.prompt, root
+        )
         max_tokens = _max_tokens(len(prompt_ids), request.max_tokens, limits.max_model_len)
         if request.sampling.min_tokens > max_tokens:
             raise InvalidRequest(
@@ -111,9 +123,11 @@ class Preprocessor:
             for choice in range(request.num_choices)
         )
         rules = OutputRules(request.stops, request.sampling.min_tokens, limits.end_token_ids)
-        return PreparedRequest(choices, rules)
+        return PreparedRequest(choices, rules, keys)
 
-    def _tokenise(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
+    def _tokenise(
+        self, prompt: str | Sequence[Mapping[str, str]], root: KeyRoot | None
+    ) -> tuple[list[int], tuple[BlockKey, ...]]:
         if isinstance(prompt, str):
             ids = self._tokenizer.encode(prompt, add_special_tokens=True)
         else:
@@ -124,7 +138,7 @@ class Preprocessor:
             ids = self._tokenizer.encode(text, add_special_tokens=False)
         if not ids:
             raise InvalidRequest("prompt", "the prompt has no tokens")
-        return ids
+        return ids, tuple(root.keys(ids)) if root is not None else ()
 
 
 def _max_tokens(num_prompt_tokens: int, asked: int | None, max_model_len: int) -> int:

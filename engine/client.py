@@ -14,11 +14,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import msgspec
 import zmq
 
+from cache.events import KeySet
 from engine import wire
 from engine.errors import EngineLost, RequestRejected
 from engine.stream import Need, StreamFollower
@@ -44,11 +45,31 @@ class EngineRequest:
     cache_domain: str = ""
 
 
+class EngineObserver(Protocol):
+    """Told of what an engine publishes, in order, from within the event loop; must be quick."""
+
+    def session_opened(self, info: wire.HelloReply) -> KeySet:
+        """A session begins, with this incarnation. Returns the set to keep its keys in."""
+        ...
+
+    def session_lost(self, reason: str) -> None:
+        """The session is over; its keys are no more."""
+        ...
+
+    def load_reported(self, report: wire.LoadReport) -> None: ...
+
+    def request_seen(self, number: int) -> None:
+        """The engine has seen this client's requests up to `number`."""
+        ...
+
+
 class EngineStream:
     """The output of one attempt: iterate it for `TokenItem`s; the last one carries `finish`."""
 
-    def __init__(self, client: "EngineClient", request: EngineRequest) -> None:
+    def __init__(self, client: "EngineClient", request: EngineRequest, number: int = 0) -> None:
         self.request_id = request.request_id
+        self.number = number
+        """Of the request in its session; see `EngineObserver.request_seen`."""
         self.attempt = request.attempt
         self.num_output_tokens = len(request.output_ids)
         self._client = client
@@ -76,11 +97,22 @@ class EngineStream:
             self._client._abort(self)
             self._end()
 
-    async def _wait_accepted(self) -> None:
-        while not self._accepted:
-            if self._error is not None:
-                raise self._error
-            await self._wait()
+    async def accepted(self, timeout_s: float = 10.0) -> None:
+        """Returns when the engine has accepted the request.
+
+        Raises `RequestRejected` with the engine's code and message, or `EngineLost`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._accepted:
+                    if self._error is not None:
+                        raise self._error
+                    await self._wait()
+        except TimeoutError:
+            self.abort()
+            raise EngineLost(f"engine did not answer within {timeout_s:g} s") from None
+        except asyncio.CancelledError:
+            self.abort()
+            raise
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
@@ -133,7 +165,10 @@ class EngineStream:
 class EngineClient:
     """A session with one engine. Use `connect`, then `add` for each request."""
 
-    def __init__(self, endpoint: str, ingress_id: str) -> None:
+    def __init__(
+        self, endpoint: str, ingress_id: str, observer: EngineObserver | None = None
+    ) -> None:
+        self._observer = observer
         self.endpoint = endpoint
         self.ingress_id = ingress_id
         self.info: wire.HelloReply | None = None
@@ -149,6 +184,8 @@ class EngineClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._requests = self._socket(zmq.DEALER)
         self._requests.setsockopt(zmq.ROUTING_ID, ingress_id.encode())
+        # A connection that breaks tells of a dead engine long before its silence does.
+        self._monitor = self._requests.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._stream = self._socket(zmq.SUB)
         self._stream.subscribe(b"")
         self._stream_endpoint = ""
@@ -163,15 +200,20 @@ class EngineClient:
 
     @classmethod
     async def connect(
-        cls, endpoint: str, ingress_id: str | None = None, timeout_s: float = 10.0
+        cls,
+        endpoint: str,
+        ingress_id: str | None = None,
+        timeout_s: float = 10.0,
+        observer: EngineObserver | None = None,
     ) -> Self:
         """Opens a session. Raises `EngineLost` if the engine does not answer in `timeout_s`, or
         refuses (its reason in the text)."""
-        client = cls(endpoint, ingress_id or f"client-{secrets.token_hex(6)}")
+        client = cls(endpoint, ingress_id or f"client-{secrets.token_hex(6)}", observer)
         client._requests.connect(endpoint)
         loop = asyncio.get_running_loop()
         loop.add_reader(client._requests.FD, client._drain)
         loop.add_reader(client._stream.FD, client._drain)
+        loop.add_reader(client._monitor.FD, client._drain)
         client._heard_s = loop.time()
         client._send(client._hello())
         try:
@@ -195,9 +237,15 @@ class EngineClient:
         await self.close()
 
     async def add(self, request: EngineRequest, accept_timeout_s: float = 10.0) -> EngineStream:
-        """Sends a request and waits until the engine has accepted it.
+        """`send`, then wait until the engine has accepted."""
+        stream = self.send(request)
+        await stream.accepted(accept_timeout_s)
+        return stream
 
-        Raises `RequestRejected` with the engine's code and message, or `EngineLost`."""
+    def send(self, request: EngineRequest) -> EngineStream:
+        """Sends a request. Whether the engine takes it is for `EngineStream.accepted` to say.
+
+        Raises `EngineLost` when there is no session, `RequestRejected` for what cannot be sent."""
         if self.info is None:
             raise EngineLost(f"no session with engine at {self.endpoint}")
         if request.request_id in self._streams:
@@ -223,18 +271,9 @@ class EngineClient:
             raise RequestRejected(
                 RejectCode.INVALID, f"the request takes {len(frame)} bytes; the limit is {limit}"
             )
-        stream = EngineStream(self, request)
+        stream = EngineStream(self, request, self._number)
         self._streams[request.request_id] = stream
         self._send_frame(frame)
-        try:
-            async with asyncio.timeout(accept_timeout_s):
-                await stream._wait_accepted()
-        except TimeoutError:
-            stream.abort()
-            raise EngineLost(f"engine did not answer within {accept_timeout_s:g} s") from None
-        except asyncio.CancelledError:
-            stream.abort()
-            raise
         return stream
 
     async def close(self) -> None:
@@ -248,7 +287,10 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._requests.FD)
         loop.remove_reader(self._stream.FD)
+        loop.remove_reader(self._monitor.FD)
         self._send(wire.Goodbye())
+        self._requests.disable_monitor()
+        self._monitor.close(linger=0)
         self._requests.close(linger=100)
         self._stream.close(linger=0)
         self._context.term()
@@ -307,10 +349,14 @@ class EngineClient:
         self._drain_scheduled = False
         if self._requests.closed:
             return
-        for socket, handle in ((self._requests, self._on_reply), (self._stream, self._on_frame)):
+        for socket, handle in (
+            (self._requests, self._on_reply),
+            (self._stream, self._on_frame),
+            (self._monitor, self._on_disconnected),
+        ):
             while True:
                 try:
-                    frame = socket.recv(zmq.NOBLOCK)
+                    frame = socket.recv_multipart(zmq.NOBLOCK)[-1]
                 except zmq.Again:
                     break
                 self._heard_s = asyncio.get_running_loop().time()
@@ -319,15 +365,25 @@ class EngineClient:
                 except msgspec.DecodeError:
                     logger.exception("unreadable message from engine at %s", self.endpoint)
 
+    def _on_disconnected(self, _: bytes) -> None:
+        if self.info is not None:
+            self._lose(f"the connection to the engine at {self.endpoint} has broken")
+
     def _on_frame(self, frame: bytes) -> None:
-        if self.follower is not None:
-            self.follower.on_frame(wire.decode_stream(frame))
-            self._repair_stream()
+        if self.follower is None:
+            return
+        message = wire.decode_stream(frame)
+        self.follower.on_frame(message)
+        self._repair_stream()
+        if self._observer is not None and isinstance(message.body, wire.LoadReport):
+            self._observer.load_reported(message.body)
 
     def _on_reply(self, frame: bytes) -> None:
         message = wire.decode_to_ingress(frame)
         match message:
-            case wire.TokenBatch(items=items):
+            case wire.TokenBatch(items=items, seen=seen):
+                if self._observer is not None:
+                    self._observer.request_seen(seen)
                 for item in items:
                     stream = self._streams.get(item.request_id)
                     if stream is not None and stream.attempt == item.attempt:
@@ -361,7 +417,8 @@ class EngineClient:
             self._stream.connect(reply.stream_endpoint)
             self._stream_endpoint = reply.stream_endpoint
         self.info = reply
-        self.follower = StreamFollower(reply.incarnation)
+        keys = self._observer.session_opened(reply) if self._observer is not None else None
+        self.follower = StreamFollower(reply.incarnation, keys=keys)
         self._repair_sent_s = 0.0
         self._greeted.set()
         self._repair_stream()
@@ -373,6 +430,8 @@ class EngineClient:
             self._lose(f"engine at {self.endpoint} closed the session: {message.message}")
 
     def _lose(self, reason: str) -> None:
+        if self.info is not None and self._observer is not None:
+            self._observer.session_lost(reason)
         self.info = None
         self.follower = None
         self._greeted.clear()

@@ -7,15 +7,15 @@ compute thread touches the executor. They exchange a StepPlan for a StepResult a
 import logging
 import secrets
 import time
-from pathlib import Path
 
 from cache.keys import KEY_SCHEMA, key_root
 from cache.prefix import PrefixCache
 from configs.engine import EngineConfig
+from configs.secret import read_secret
 from engine import wire
 from engine.admission import check, context_limit
 from engine.compute import ComputeThread
-from engine.errors import ConfigurationError, RequestRejected
+from engine.errors import RequestRejected
 from engine.load import LoadMeter
 from engine.plan import Executor, StepPlan, StepResult
 from engine.request import RequestKey, RequestState, TokenEvent
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _UNSENT_RETRY_S = 0.005
 _STOP_TIMEOUT_S = 5.0
+_MIN_REPORT_INTERVAL_S = 0.01
 
 
 class EngineCore:
@@ -39,7 +40,8 @@ class EngineCore:
         info = executor.info
         self._info = info
         self._executor = executor
-        self._secret = _read_secret(config.cluster_secret_file)
+        path = config.cluster_secret_file
+        self._secret = read_secret(path) if path else secrets.token_bytes(32)
         self._max_model_len = context_limit(info, config.max_model_len)
         self._transport = EngineTransport(config.transport)
         self._scheduler = Scheduler(
@@ -53,7 +55,8 @@ class EngineCore:
         self._meter = LoadMeter()
         self._owners: dict[RequestKey, Session] = {}
         self._plan: StepPlan | None = None
-        self._report_due_s = 0.0
+        self._reported_s = 0.0
+        self._reported_idle = False
         self._is_stopping = False
         self._hello = wire.HelloReply(
             wire_version=wire.WIRE_VERSION,
@@ -94,6 +97,8 @@ class EngineCore:
             "evicted_blocks": scheduler.cache.num_evicted,
             "preemptions": scheduler.num_preemptions,
             "steps": self._meter.num_steps,
+            "step_s": self._meter.last_step_s,
+            "step_age_s": self._step_age_s(time.monotonic()),
             "prefill_tokens": self._meter.num_prefill_tokens,
             "output_tokens": self._meter.num_decode_tokens,
         }
@@ -141,7 +146,8 @@ class EngineCore:
         """How long nothing needs to be done unless something arrives."""
         if self._transport.has_unsent:
             return _UNSENT_RETRY_S
-        return max(0.0, self._report_due_s - time.monotonic())
+        due_s = self._reported_s + self.config.transport.load_report_interval_s
+        return max(0.0, due_s - time.monotonic())
 
     def _commit(self, result: StepResult, now: float) -> list[TokenEvent]:
         assert self._plan is not None
@@ -178,9 +184,20 @@ class EngineCore:
     def _publish(self, now: float) -> None:
         if cache_events := self._scheduler.cache.drain_events():
             self._transport.publish(self._stream.append(to_delta(cache_events)))
-        if now >= self._report_due_s:
-            self._report_due_s = now + self.config.transport.load_report_interval_s
+        if self._needs_report(now):
+            self._reported_s, self._reported_idle = now, self.is_idle
             self._transport.publish(self._stream.append(self._load_report(now)))
+
+    def _needs_report(self, now: float) -> bool:
+        """At the usual interval; sooner once all work is done, lest a router takes an idle engine
+        for a busy one."""
+        age_s = now - self._reported_s
+        has_become_idle = self.is_idle and not self._reported_idle
+        return age_s >= (
+            _MIN_REPORT_INTERVAL_S
+            if has_become_idle
+            else self.config.transport.load_report_interval_s
+        )
 
     def _load_report(self, now: float) -> wire.LoadReport:
         scheduler, meter = self._scheduler, self._meter
@@ -193,10 +210,13 @@ class EngineCore:
             prefill_tokens_per_s=meter.prefill_tokens_per_s,
             decode_tokens_per_s=meter.decode_tokens_per_s,
             step_s=meter.last_step_s,
-            step_age_s=now - self._compute.started_s if self._compute.is_busy else 0.0,
+            step_age_s=self._step_age_s(now),
             preemptions=scheduler.num_preemptions,
             seen={s.ingress_id: s.seen for s in self._transport.sessions.values()},
         )
+
+    def _step_age_s(self, now: float) -> float:
+        return now - self._compute.started_s if self._compute.is_busy else 0.0
 
     # ------------------------------------------------------------ messages
 
@@ -280,16 +300,3 @@ class EngineCore:
         # One at a time for each ingress: a repeated wish does not start it anew.
         if session.snapshot is None:
             session.snapshot = self._stream.snapshot(self.config.transport.snapshot_chunk_keys)
-
-
-def _read_secret(path: str | None) -> bytes:
-    if path is None:
-        return secrets.token_bytes(32)
-    file = Path(path)
-    if file.stat().st_mode & 0o077:
-        raise ConfigurationError(f"cluster_secret_file {path} must not be readable by others")
-    secret = file.read_bytes().strip()[:64]
-    if len(secret) < 32:
-        text = f"cluster_secret_file {path} has {len(secret)} bytes; at least 32 are needed"
-        raise ConfigurationError(text)
-    return secret

@@ -39,6 +39,8 @@ class RequestState:
     cached_tokens: int | None = None
     """Prompt tokens found in the cache when it first started; None before."""
     num_preemptions: int = 0
+    expected_cached_tokens: int = 0
+    """While it waits: what the cache held of it when it came. For load reports."""
 
     @property
     def num_tokens(self) -> int:

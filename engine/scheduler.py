@@ -68,11 +68,11 @@ class Scheduler:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Prefill still to do: a decoding request's one pending token does not count."""
-        return sum(
-            max(0, request.num_tokens - request.num_computed_tokens - 1)
-            for request in self.requests.values()
-        )
+        """Prefill still to do, less what the cache holds of it: a decoding request's one pending
+        token does not count."""
+        running = sum(r.num_tokens - r.num_computed_tokens - 1 for r in self._running)
+        waiting = sum(r.num_tokens - r.expected_cached_tokens for r in self._waiting)
+        return running + waiting
 
     # ------------------------------------------------------------ mutators
 
@@ -93,7 +93,7 @@ class Scheduler:
         request.ticket = self._next_ticket
         self._next_ticket += 1
         self.requests[request.key] = request
-        insort(self._waiting, request, key=_order)
+        self._wait(request)
         return []
 
     def abort(self, key: RequestKey) -> RequestState | None:
@@ -189,7 +189,6 @@ class Scheduler:
     def _find_prefix(self, request: RequestState) -> RequestBlocks:
         if not self.reuse:
             return RequestBlocks()
-        request.extend_keys(request.num_tokens // self.block_size)
         # At least one token must be computed, or there is nothing to sample from.
         return self.cache.start(request.block_keys, (request.num_tokens - 1) // self.block_size)
 
@@ -229,6 +228,12 @@ class Scheduler:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def _wait(self, request: RequestState) -> None:
+        if self.reuse:
+            request.extend_keys(request.num_tokens // self.block_size)
+            request.expected_cached_tokens = self.cache.match(request.block_keys) * self.block_size
+        insort(self._waiting, request, key=_order)
+
     # ------------------------------------------------------------ leaving
 
     def _preempt(self, request: RequestState, draft: _Draft) -> None:
@@ -239,7 +244,7 @@ class Scheduler:
         self._leave_running(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
-        insort(self._waiting, request, key=_order)
+        self._wait(request)
 
     def _leave_running(self, request: RequestState) -> None:
         assert request.run_id is not None

@@ -102,13 +102,16 @@ class StreamFollower:
     """The follower's end. Feed it what arrives; send what it needs, again until it arrives.
 
     While it waits for a repair it keeps the latest `max_pending` frames, and goes on from there.
+    `keys` is the set to fill: one that others look into as well, or none for a fresh one.
     """
 
-    def __init__(self, incarnation: int, max_pending: int = 4096) -> None:
+    def __init__(
+        self, incarnation: int, max_pending: int = 4096, keys: KeySet | None = None
+    ) -> None:
         self.incarnation = incarnation
         self.sequence = 0
         self.load: LoadReport | None = None
-        self.keys = KeySet()
+        self.keys = keys if keys is not None else KeySet()
         self.need = Need.SNAPSHOT
         self._pending: deque[StreamFrame] = deque(maxlen=max_pending)
         self._chunks: list[SnapshotChunk] = []

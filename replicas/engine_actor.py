@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from configs.engine import EngineConfig, TransportConfig
 from engine.errors import ShoalError
 
@@ -42,7 +40,10 @@ class EngineProgress:
 
 
 class EngineActor:
-    """Made by `start_engine`. Its methods are asynchronous: none waits for a step."""
+    """Placed by its supervisor. Its methods are asynchronous: none waits for a step.
+
+    The process takes no restart: what runs on it is lost with it, and its supervisor decides what
+    comes next."""
 
     def __init__(self, config_json: str, socket_folder: str) -> None:
         """The sockets are made in `socket_folder`, which only this user may enter: on one node
@@ -111,25 +112,3 @@ class EngineActor:
 def endpoint_in(socket_folder: Path) -> str:
     """Where the engine of this folder takes requests, known before it listens."""
     return f"ipc://{socket_folder}/requests"
-
-
-def start_engine(config: EngineConfig, socket_folder: Path) -> Any:
-    """Places an engine on this Ray cluster and returns its actor handle at once.
-
-    The process takes no restart: what runs on it is lost with it, and who owns the handle decides
-    what comes next."""
-    config = config.model_copy(update={"threads": config.threads or len(os.sched_getaffinity(0))})
-    actor = ray.remote(EngineActor).options(
-        num_cpus=0,
-        num_gpus=1 if wants_gpu(config) else 0,
-        max_restarts=0,
-        max_concurrency=64,
-    )
-    return actor.remote(config.model_dump_json(), str(socket_folder))
-
-
-def wants_gpu(config: EngineConfig) -> bool:
-    """Whether the engine takes one of the cluster's GPUs, as its device setting and Ray say."""
-    if config.executor == "simulated" or not config.device.startswith(("auto", "cuda")):
-        return False
-    return config.device != "auto" or ray.cluster_resources().get("GPU", 0) >= 1

@@ -113,7 +113,8 @@ async def _generate(
             assert client.info is not None
             prepared = await preprocessor.prepare("generate", request, ModelLimits.of(client.info))
             began_s = time.perf_counter()
-            with await Generation.start(client, prepared, tokenizer) as generation:
+            stream = await client.add(prepared.choices[0])
+            with Generation(prepared, [stream], tokenizer) as generation:
                 async for _, delta in generation:
                     if delta.tokens:
                         times_s.append(time.perf_counter())

@@ -1,13 +1,12 @@
-"""`shoal serve`: one model behind one HTTP port, on a Ray cluster of its own.
+"""`shoal serve`: models behind one HTTP port, on a Ray cluster of its own.
 
-Invariant: whatever ends the command (Ctrl-C at any time, once or twice, a failed start, a dead
-engine), everything it started ends with it, and its exit code says which of them it was.
+Invariant: whatever ends the command (Ctrl-C at any time, once or twice, or a failed start),
+everything it started ends with it, and its exit code says which of them it was. An engine that dies
+does not end it: its supervisor starts another.
 """
 
-import contextlib
-import http.client
 import json
-import logging
+import math
 import os
 import signal
 import socket
@@ -18,20 +17,21 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
+from pydantic import ValidationError
 
+from cluster import haproxy
 from cluster.commands.options import engine_config, engine_options
-from configs.engine import EngineConfig
+from configs.load import load
+from configs.secret import write_secret
+from configs.shoal import ModelConfig, ShoalConfig
 from engine.errors import ShoalError
 
 if TYPE_CHECKING:
-    from cluster.ingress import IngressSettings
+    from cluster.launch import Cluster
     from cluster.local_ray import LocalRay
 
-_HOST = "127.0.0.1"
 _POLL_S = 0.2
-_SESSION_TIMEOUT_S = 15.0
-_LAST_ANSWERS_S = 1.0
-"""For open requests to get their error before the HTTP port closes."""
 
 
 class ServeFailed(ShoalError):
@@ -92,22 +92,37 @@ class Phases:
 
 
 @click.command()
+@click.argument("config_name", metavar="[CONFIG]", required=False)
 @engine_options
-@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True)
+@click.option("--replicas", type=click.IntRange(1, 64), help="Engines of the model.  [default: 1]")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port of HTTP.  [default: 8000]")
 @click.option("--name", help="The model's name in the API.  [default: as in --model]")
-def serve(port: int, name: str | None, **options: Any) -> None:
-    """Serve a model over HTTP, with an OpenAI-compatible API.
+def serve(
+    config_name: str | None,
+    replicas: int | None,
+    port: int | None,
+    name: str | None,
+    **options: Any,
+) -> None:
+    """Serve models over HTTP, with an OpenAI-compatible API.
 
-    It listens on 127.0.0.1 only, on a Ray cluster of its own, until Ctrl-C. Exit codes: 0 served
-    and was stopped, 1 failed or lost its engine, 2 wrong usage, 130 or more stopped by a signal
-    before it served."""
-    config = engine_config(**options)
-    _check_port(port)
+    CONFIG is a YAML file or the name of a preset (`shoal config`); without it one model is served,
+    as the options say. It runs on a Ray cluster of its own, until Ctrl-C. Exit codes: 0 served
+    and was stopped, 1 failed, 2 wrong usage, 130 or more stopped by a signal before it served.
+
+    \b
+    Examples:
+      shoal serve
+      shoal serve --model ./my-model --replicas 2 --port 9000
+      shoal serve cluster.yaml --port 9000
+    """
+    config = _configuration(config_name, replicas, port, name, options)
+    _check_port(config.ingress.host, config.ingress.port)
     interrupts = Interrupts()
     interrupts.install()
     phases = Phases()
     try:
-        _serve(config, port, name or _served_name(config.model), phases, interrupts)
+        _serve(config, phases, interrupts)
     except _Interrupted:
         assert interrupts.signal is not None
         sys.exit(128 + interrupts.signal)
@@ -115,150 +130,173 @@ def serve(port: int, name: str | None, **options: Any) -> None:
         phases.end()
 
 
-def _serve(
-    config: EngineConfig, port: int, name: str, phases: Phases, interrupts: Interrupts
-) -> None:
-    """Returns when a signal has ended a server that served."""
-    from engine.models.resolve import resolve_model
+def _configuration(
+    config_name: str | None,
+    replicas: int | None,
+    port: int | None,
+    name: str | None,
+    options: dict[str, Any],
+) -> ShoalConfig:
+    """The tree to serve. Raises `click.ClickException` for one that cannot be."""
+    given = [
+        "--" + key.replace("_", "-")
+        for key in (*options, "replicas", "name")
+        if click.get_current_context().get_parameter_source(key) is ParameterSource.COMMANDLINE
+    ]
+    try:
+        if config_name is not None:
+            if given:
+                raise click.UsageError(f"with CONFIG, {given[0]} belongs into it")
+            config = load(config_name)
+        else:
+            engine = engine_config(**options)
+            model = ModelConfig(
+                name=name or _served_name(engine.model), replicas=replicas or 1, engine=engine
+            )
+            config = ShoalConfig(models=[model])
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise click.UsageError(f"--name: {first['msg']}, got {first['input']!r}") from None
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    if port is None:
+        return config
+    return config.model_copy(update={"ingress": config.ingress.model_copy(update={"port": port})})
 
+
+def _serve(config: ShoalConfig, phases: Phases, interrupts: Interrupts) -> None:
+    """Returns when a signal has ended a server that served."""
     phases.begin("model")
-    folder = resolve_model(config.model, phases.begin)
+    config = _with_folders(config, phases)
     interrupts.check()
     phases.begin("Ray")
     from cluster.local_ray import LocalRay
 
-    local_ray = interrupts.ray = LocalRay()
+    proxy = config.ingress.proxy
+    use_haproxy = proxy == "haproxy" or (proxy == "auto" and haproxy.is_available())
+    local_ray = interrupts.ray = LocalRay(use_haproxy)
     try:
-        with local_ray.started(num_cpus=os.cpu_count() or 1):
+        with local_ray.started(num_cpus=_logical_cpus(config)):
             interrupts.install()
             interrupts.check()
-            from cluster.ingress import IngressSettings
-            from replicas.engine_actor import endpoint_in, start_engine
+            from cluster.launch import Cluster
 
-            config = config.model_copy(update={"model": str(folder)})
-            engine = start_engine(config, local_ray.socket_folder)
-            # While the engine loads; the ingress answers 503 until it has.
+            secret_file = config.cluster_secret_file
+            if secret_file is None:
+                secret_file = str(local_ray.folder / "secret")
+                write_secret(Path(secret_file))
+                config = config.model_copy(update={"cluster_secret_file": secret_file})
+            cluster = Cluster(config, local_ray.socket_folder)
+            cluster.start_engines()
+            # While the engines load; the ingress answers 503 until they have.
             phases.begin("HTTP")
-            endpoint = endpoint_in(local_ray.socket_folder)
-            _start_http(engine, IngressSettings(name, folder, endpoint), port)
+            cluster.start_ingress()
             phases.end()
-            _await_engine(engine, phases, interrupts)
-            _await_session(port, interrupts)
+            _await_ready(cluster, phases, interrupts)
             phases.end()
-            _announce(name, port, time.monotonic() - phases.began_s)
-            _watch(engine, interrupts)
+            _announce(config, cluster, time.monotonic() - phases.began_s)
+            _watch(cluster, interrupts)
     except ShoalError as error:
         if local_ray.log_folder.is_dir():
             raise ServeFailed(f"{error}\nLogs: {local_ray.log_folder}") from error
         raise
 
 
-def _await_engine(engine: Any, phases: Phases, interrupts: Interrupts) -> None:
-    """Until the engine listens; shows the phases that it tells of."""
-    import ray
+def _with_folders(config: ShoalConfig, phases: Phases) -> ShoalConfig:
+    """Finds, fetches or converts each model, so that engines start from a folder, and shares the
+    cores out. With several models one that cannot be found is left to its own engine to refuse."""
+    from engine.models.resolve import resolve_model
 
-    num_shown = 0
+    cores = len(os.sched_getaffinity(0))
+    share = max(1, cores // sum(model.replicas for model in config.models))
+    models = []
+    for model in config.models:
+        engine = model.engine
+        changes: dict[str, Any] = {"threads": engine.threads or share}
+        if engine.executor == "model":
+            try:
+                changes["model"] = str(resolve_model(engine.model, phases.begin))
+            except ShoalError as error:
+                if len(config.models) == 1:
+                    raise
+                click.echo(f"{model.name}: {error}", err=True)
+        models.append(model.model_copy(update={"engine": engine.model_copy(update=changes)}))
+    return config.model_copy(update={"models": models})
+
+
+def _logical_cpus(config: ShoalConfig) -> int:
+    """What Ray is told of: on a machine of its own, its shares must never keep an engine out."""
+    needed = sum(model.replicas * (model.placement.num_cpus + 1) for model in config.models)
+    return max(os.cpu_count() or 1, math.ceil(needed))
+
+
+def _await_ready(cluster: "Cluster", phases: Phases, interrupts: Interrupts) -> None:
+    """Until every model is ready, or has failed; shows what the first loading engine is doing.
+
+    Raises `ServeFailed` when none is ready."""
+    shown = ""
     while True:
         interrupts.check()
-        try:
-            progress = ray.get(engine.progress.remote())
-        except ray.exceptions.RayError as error:
-            raise ServeFailed("the engine's process died while it started") from error
-        for phase, began_s in progress.phases[num_shown:]:
-            phases.begin(phase, ago_s=progress.now_s - began_s)
-        num_shown = len(progress.phases)
-        if progress.error is not None:
-            raise ServeFailed(progress.error)
-        if progress.is_ready:
-            return
+        models = cluster.ready_report()
+        states = {name: report["state"] for name, report in models.items()}
+        if states and not any(state == "loading" for state in states.values()):
+            break
+        engines = [engine for report in models.values() for engine in report["engines"]]
+        detail = next((e["detail"] for e in engines if e["state"] == "loading"), "")
+        if detail and detail != shown:
+            shown = detail
+            phases.begin(detail)
         time.sleep(_POLL_S)
+    if not any(state == "ready" for state in states.values()):
+        raise ServeFailed("; ".join(_failure(name, models[name]) for name in states))
 
 
-def _await_session(port: int, interrupts: Interrupts) -> None:
-    """Until the ingress has found the engine."""
-    end_s = time.monotonic() + _SESSION_TIMEOUT_S
-    while True:
-        interrupts.check()
-        connection = http.client.HTTPConnection(_HOST, port, timeout=_SESSION_TIMEOUT_S)
-        with contextlib.suppress(OSError), contextlib.closing(connection):
-            connection.request("GET", "/health")
-            if connection.getresponse().status == http.HTTPStatus.OK:
-                return
-        if time.monotonic() > end_s:
-            raise ServeFailed("the HTTP ingress does not reach the engine")
-        time.sleep(_POLL_S)
+def _failure(name: str, report: dict[str, Any]) -> str:
+    details = {engine["detail"] for engine in report["engines"] if engine["detail"]}
+    return f"{name}: {', '.join(sorted(details)) or report['detail'] or report['state']}"
 
 
-def _start_http(engine: Any, settings: "IngressSettings", port: int) -> None:
-    from ray import serve as ray_serve
-    from ray.serve.schema import LoggingConfig
-
-    from cluster.deployment import ingress_application
-
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    logging_config = LoggingConfig(log_level="ERROR", enable_access_log=False)
-    try:
-        ray_serve.start(
-            proxy_location="HeadOnly",
-            http_options={"host": _HOST, "port": port},
-            logging_config=logging_config,
-        )
-        ray_serve.run(
-            ingress_application(settings, engine),
-            name="ingress",
-            route_prefix="/",
-            logging_config=logging_config,
-        )
-    except RuntimeError as error:
-        raise ServeFailed(f"the HTTP ingress did not start: {error}") from error
-
-
-def _watch(engine: Any, interrupts: Interrupts) -> None:
-    """Until a signal (returns) or the engine's end (raises)."""
-    import ray
-
-    ended = engine.wait.remote()
+def _watch(cluster: "Cluster", interrupts: Interrupts) -> None:
+    """Until a signal; tells of every model that changes its state meanwhile."""
+    known = {name: report["state"] for name, report in cluster.ready_report().items()}
     while interrupts.signal is None:
-        done, _ = ray.wait([ended], timeout=_POLL_S)
-        if not done:
-            continue
-        reason = "it stopped"
-        try:
-            ray.get(ended)
-        except ray.exceptions.RayActorError:
-            reason = "its process died"
-        except ShoalError as error:
-            reason = str(error)
-        time.sleep(_LAST_ANSWERS_S)
-        raise ServeFailed(f"the engine is lost: {reason}")
+        time.sleep(_POLL_S)
+        for name, report in cluster.ready_report().items():
+            if report["state"] != known.get(name):
+                known[name] = report["state"]
+                failure = "" if report["state"] == "ready" else f" ({_failure(name, report)})"
+                click.echo(f"{name} is {report['state']}{failure}", err=True)
 
 
-def _announce(name: str, port: int, seconds: float) -> None:
-    url = f"http://{_HOST}:{port}"
+def _announce(config: ShoalConfig, cluster: "Cluster", seconds: float) -> None:
+    models = cluster.ready_report()
+    ready = [name for name, report in models.items() if report["state"] == "ready"]
     body = {
-        "model": name,
+        "model": ready[0],
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
         "temperature": 0,
         "stream": True,
     }
+    for name, report in models.items():
+        if name not in ready:
+            click.echo(f"not served: {_failure(name, report)}", err=True)
+    url = cluster.url
     click.echo(
-        f"\nShoal serves {name} at {url} (ready in {seconds:.1f} s; Ctrl-C stops it). Try:\n"
-    )
-    click.echo(
-        f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' "
+        f"\nShoal serves {', '.join(ready)} at {url} (ready in {seconds:.1f} s; Ctrl-C stops it)."
+        f" Try:\n\ncurl -N {url}/v1/chat/completions -H 'Content-Type: application/json' "
         f"-d '{json.dumps(body)}'\n"
     )
 
 
-def _check_port(port: int) -> None:
+def _check_port(host: str, port: int) -> None:
     """Before anything is started: Ray would report a busy port late and at length."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((_HOST, port))
+            probe.bind((host, port))
         except OSError as error:
             raise ServeFailed(
-                f"cannot listen on {_HOST}:{port} ({error.strerror}): choose another with --port"
+                f"cannot listen on {host}:{port} ({error.strerror}): choose another with --port"
             ) from error
 
 

@@ -13,14 +13,17 @@ import openai
 import pytest
 import uvicorn
 
+from cluster.fleet import FixedDirectory
 from cluster.ingress import IngressSettings, build_app
 from cluster.tokenizer import Tokenizer
 from configs.engine import CacheConfig, EngineConfig, SimulationConfig
 from engine.launcher import LocalEngine
 from engine.models.resolve import resolve_model
+from replicas.directory import ModelEntry
 
 VOCAB_SIZE = 49152
 MODEL_NAME = "simulated"
+MODEL_ALIAS = "also/simulated"
 
 
 @dataclass
@@ -35,7 +38,9 @@ class Served:
 
     def load(self) -> dict[str, int]:
         """The engine's last published load."""
-        load: dict[str, int] = httpx.get(f"{self.url}/health").json()["engine"]
+        (engine,) = httpx.get(f"{self.url}/ready").json()["models"][MODEL_NAME]["engines"]
+        assert "running" in engine, "there is no session with the engine"
+        load: dict[str, int] = engine
         return load
 
     def wait_idle(self, timeout_s: float = 5.0) -> None:
@@ -75,9 +80,10 @@ def simulated(**simulation: float) -> EngineConfig:
 @contextlib.contextmanager
 def serve_ingress(config: EngineConfig, model_folder: Path) -> Iterator[Served]:
     with LocalEngine.start(config) as engine:
-        settings = IngressSettings(MODEL_NAME, model_folder, engine.endpoint)
+        model = ModelEntry(MODEL_NAME, str(model_folder), aliases=(MODEL_ALIAS,))
+        app = build_app(IngressSettings(), FixedDirectory(model, (engine.endpoint,)))
         listener = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(build_app(settings), log_level="error"))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -94,8 +100,8 @@ def _wait_healthy(url: str) -> None:
     end_s = time.monotonic() + 10
     while time.monotonic() < end_s:
         with contextlib.suppress(httpx.HTTPError):
-            reply = httpx.get(f"{url}/health")
-            if reply.status_code == 200 and reply.json()["engine"]:
+            reply = httpx.get(f"{url}/ready")
+            if reply.status_code == 200 and "running" in reply.text:
                 return
         time.sleep(0.02)
     raise AssertionError("the ingress never became healthy")

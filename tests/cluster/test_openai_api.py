@@ -18,7 +18,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from configs.engine import EngineConfig, SchedulerConfig
-from tests.cluster.conftest import MODEL_NAME, Served, serve_ingress, simulated
+from tests.cluster.conftest import MODEL_ALIAS, MODEL_NAME, Served, serve_ingress, simulated
 
 _HELLO: Any = [{"role": "user", "content": "Hello"}]
 
@@ -59,7 +59,7 @@ def _error(reply: httpx.Response) -> dict[str, Any]:
 
 def test_models(served: Served) -> None:
     with served.client() as client:
-        assert [model.id for model in client.models.list()] == [MODEL_NAME]
+        assert [model.id for model in client.models.list()] == [MODEL_NAME, MODEL_ALIAS]
         assert client.models.retrieve(MODEL_NAME).id == MODEL_NAME
         with pytest.raises(openai.NotFoundError, match="'other' does not exist"):
             client.models.retrieve("other")
@@ -336,7 +336,7 @@ def test_a_lost_engine_is_an_error_event_and_then_503s(model_folder: Path) -> No
         assert after.status_code == 503
         assert "retry-after" in after.headers
         assert time.monotonic() - began_s < 1
-        assert httpx.get(f"{served.url}/health").status_code == 503
+        assert httpx.get(f"{served.url}/ready").status_code == 503
 
 
 def test_a_slow_reader_does_not_hold_up_others(served: Served) -> None:

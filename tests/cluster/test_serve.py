@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -89,7 +88,8 @@ class Command:
         return lines
 
     def load(self) -> dict[str, int]:
-        load: dict[str, int] = httpx.get(f"{self.url}/health").json()["engine"]
+        (model,) = httpx.get(f"{self.url}/ready").json()["models"].values()
+        load: dict[str, int] = model["engines"][0]
         return load
 
 
@@ -186,6 +186,23 @@ def test_a_client_that_disconnects_has_its_request_aborted(server: Command, stre
         time.sleep(0.05)
 
 
+def test_a_dead_engine_ends_its_streams_and_is_replaced(server: Command) -> None:
+    body = {"model": "default", "messages": _QUESTION, "stream": True, "ignore_eos": True}
+    url = f"{server.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, timeout=10) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        os.kill(server.load()["pid"], signal.SIGKILL)
+        rest = [line for line in lines if line]
+    assert "engine_unavailable" in rest[-1]
+    end_s = time.monotonic() + 60
+    while server.load()["state"] != "ready" or server.load()["restarts"] != 1:
+        assert time.monotonic() < end_s
+        time.sleep(0.2)
+    assert server.process.poll() is None
+    assert "default is failed (default: its process died)" in server.errors.read_text()
+
+
 def test_a_busy_port_is_named_before_anything_starts(server: Command) -> None:
     began_s = time.monotonic()
     done = subprocess.run(
@@ -243,24 +260,3 @@ def _wait_gone(folder: Path) -> None:
     while (left := _processes_of(folder)) or folder.exists():
         assert time.monotonic() < end_s, left
         time.sleep(0.1)
-
-
-def test_a_dead_engine_ends_streams_and_the_command(tmp_path: Path) -> None:
-    with _serving(tmp_path, "--threads", "1") as command:
-        command.wait_ready()
-        folder = command.folder()
-        body = {"model": "default", "messages": _QUESTION, "stream": True, "ignore_eos": True}
-        url = f"{command.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=body, timeout=10) as reply:
-            lines = reply.iter_lines()
-            next(lines)
-            (engine,) = [entry for entry in _processes_of(folder) if "EngineActo" in entry]
-            os.kill(int(engine.partition(":")[0]), signal.SIGKILL)
-            rest = [line for line in lines if line]
-        assert "engine_unavailable" in rest[-1]
-        assert command.process.wait(30) == 1
-        errors = command.errors.read_text()
-        assert "the engine is lost: its process died" in errors
-        assert f"Logs: {folder}" in errors
-        assert _processes_of(folder) == []
-        shutil.rmtree(folder)

@@ -18,6 +18,7 @@ from engine.client import EngineClient, EngineRequest, EngineStream
 from engine.core import EngineCore
 from engine.errors import EngineLost, RequestRejected
 from engine.executors.simulated import SimulatedExecutor
+from engine.launcher import LocalEngine
 from engine.plan import StepPlan, StepResult
 from engine.wire import FinishReason, RefuseCode, RejectCode, SamplingParams
 from tests.engine.rig import reference_output, running_engine, simulated_config, wait_until
@@ -148,9 +149,10 @@ def test_an_abort_frees_everything_and_others_go_on() -> None:
 def test_the_client_follows_the_cache_and_the_load() -> None:
     async def use(client: EngineClient) -> None:
         await collect(await client.add(EngineRequest(range(40), SamplingParams(max_tokens=9))))
-        while client.follower is None or not client.follower.in_sync or not client.follower.keys:
+        # 40 tokens in and 9 out: all but the last are computed, which fills 12 blocks.
+        while client.follower is None or len(client.follower.keys) != 48 // 4:
             await asyncio.sleep(0.02)
-        assert len(client.follower.keys) == 48 // 4
+        assert client.follower.in_sync
         while client.follower.load is None or client.follower.load.seen != {client.ingress_id: 1}:
             await asyncio.sleep(0.02)
         assert client.follower.load.running == 0
@@ -209,6 +211,25 @@ def test_a_client_finds_the_engine_that_came_after(tmp_path: Path) -> None:
             await client.close()
 
     asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_a_killed_engine_is_noticed_by_its_broken_connection() -> None:
+    config = simulated_config(lease_s=60, step_s=0.01)
+
+    async def run(engine: LocalEngine) -> None:
+        async with await EngineClient.connect(engine.endpoint) as client:
+            stream = await client.add(EngineRequest([1], SamplingParams(max_tokens=900)))
+            await anext(stream)
+            os.kill(engine.pid, signal.SIGKILL)
+            with pytest.raises(EngineLost, match="has broken"):
+                await asyncio.wait_for(collect_rest(stream), 2)
+
+    async def collect_rest(stream: EngineStream) -> None:
+        async for _ in stream:
+            pass
+
+    with LocalEngine.start(config) as engine:
+        asyncio.run(run(engine))
 
 
 def test_no_engine_is_an_error_that_names_the_address() -> None:

@@ -1,0 +1,94 @@
+"""What an ingress counts, in Prometheus' text form.
+
+Invariant: every ingress has a registry of its own; nothing is global, and labels are bounded: model
+names come from the configuration, never from a client.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from cluster.generation import Generation
+from cluster.routing.decision import Decision
+from engine.wire import LoadReport
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class IngressMetrics:
+    """Counters and histograms of one ingress, and the engines' last reports."""
+
+    def __init__(self, loads: Callable[[], Iterable[tuple[str, str, LoadReport]]]) -> None:
+        """`loads` yields (model, engine, report) of every engine with a session."""
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineLoads(loads))
+        self._requests = Counter(
+            "shoal_requests", "Requests by status.", ("model", "status"), registry=self._registry
+        )
+        self._stages = Histogram(
+            "shoal_stage_seconds",
+            "Seconds a request spends in each stage up to its first token; ttft is their sum.",
+            ("model", "stage"),
+            buckets=_SECONDS,
+            registry=self._registry,
+        )
+        self._tokens = Counter(
+            "shoal_tokens",
+            "Tokens: prompt, completion, cached (found by the engine), cached_predicted.",
+            ("model", "kind"),
+            registry=self._registry,
+        )
+        self._decisions = Counter(
+            "shoal_routing_decisions",
+            "Requests by the reason for their engine.",
+            ("model", "reason"),
+            registry=self._registry,
+        )
+
+    def answered(self, model: str, status: int) -> None:
+        self._requests.labels(model, str(status)).inc()
+
+    def routed(self, model: str, decision: Decision) -> None:
+        self._decisions.labels(model, decision.reason.value).inc()
+        self._tokens.labels(model, "cached_predicted").inc(decision.chosen.cached_tokens)
+
+    def ended(self, model: str, generation: Generation) -> None:
+        for stage, seconds in generation.times.stages():
+            self._stages.labels(model, stage).observe(seconds)
+        usage = generation.usage
+        self._tokens.labels(model, "prompt").inc(usage.prompt_tokens)
+        self._tokens.labels(model, "completion").inc(usage.completion_tokens)
+        self._tokens.labels(model, "cached").inc(usage.cached_tokens)
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _EngineLoads(Collector):
+    """Gauges made from the reports when they are asked for: an engine that is gone leaves none."""
+
+    def __init__(self, loads: Callable[[], Iterable[tuple[str, str, LoadReport]]]) -> None:
+        self._loads = loads
+
+    def collect(self) -> Iterator[Metric]:
+        fields: dict[str, str] = {
+            "running": "Requests running.",
+            "waiting": "Requests waiting.",
+            "waiting_tokens": "Tokens yet to be prefilled.",
+            "used_blocks": "KV blocks held by requests.",
+            "num_blocks": "KV blocks in all.",
+            "prefill_tokens_per_s": "Prefill rate over busy time.",
+            "decode_tokens_per_s": "Decode rate over busy time.",
+            "step_s": "Seconds of the last step.",
+            "step_age_s": "Seconds since the running step began.",
+            "preemptions": "Preemptions since the engine started.",
+        }
+        loads = list(self._loads())
+        for name, text in fields.items():
+            family = GaugeMetricFamily(f"shoal_engine_{name}", text, labels=("model", "engine"))
+            for model, engine, report in loads:
+                family.add_metric((model, engine), getattr(report, name))
+            yield family

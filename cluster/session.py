@@ -1,0 +1,114 @@
+"""One engine as one ingress sees it: a lasting connection that feeds the router.
+
+Invariant: the router knows the engine exactly while there is a session with it; a session that ends
+takes the engine's blocks and bookings out of the router at once.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from cache.events import KeySet
+from cluster.routing.decision import Decision
+from cluster.routing.router import Router
+from engine.client import EngineClient, EngineRequest, EngineStream
+from engine.errors import EngineLost
+from engine.wire import HelloReply, LoadReport
+from replicas.directory import EngineEntry, EngineState
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_TIMEOUT_S = 2.0
+_RETRY_S = 0.2
+_ACCEPT_TIMEOUT_S = 5.0
+
+
+class EngineSession:
+    """`open` it, `start` requests on it, and `close` it."""
+
+    def __init__(self, entry: EngineEntry, router: Router, ingress_id: str) -> None:
+        self.entry = entry
+        self.core_id = entry.core_id
+        self.info: HelloReply | None = None
+        """What the engine says of itself; None while there is no session."""
+        self.load: LoadReport | None = None
+        self._router = router
+        self._ingress_id = ingress_id
+        self._client: EngineClient | None = None
+        self._connecting: asyncio.Task[None] | None = None
+
+    def open(self) -> None:
+        self._connecting = asyncio.create_task(self._connect())
+
+    async def close(self) -> None:
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.gather(self._connecting, return_exceptions=True)
+        if self._client is not None:
+            await self._client.close()
+
+    def update(self, entry: EngineEntry) -> None:
+        """Takes over its state: a draining engine goes on with what it has, and gets no more."""
+        self.entry = entry
+        if self.info is not None:
+            self._router.set_routable(self.core_id, self._is_routable)
+
+    @property
+    def _is_routable(self) -> bool:
+        return self.entry.state is EngineState.READY
+
+    async def start(
+        self, requests: Sequence[EngineRequest], decision: Decision
+    ) -> list[EngineStream]:
+        """Sends the choices of one request; returns once the engine has accepted them all.
+
+        Raises `RequestRejected` or `EngineLost`; then none of them runs."""
+        if self._client is None:
+            raise EngineLost("the engine has ended")
+        streams: list[EngineStream] = []
+        try:
+            for request in requests:
+                stream = self._client.send(request)
+                streams.append(stream)
+                self._router.book(decision, stream.number)
+            for stream in streams:
+                await stream.accepted(_ACCEPT_TIMEOUT_S)
+        except BaseException:
+            for stream in streams:
+                stream.abort()
+                self._router.unbook(self.core_id, stream.number)
+            raise
+        return streams
+
+    async def _connect(self) -> None:
+        """Until the first session; after that the client itself says hello again when needed."""
+        while True:
+            try:
+                self._client = await EngineClient.connect(
+                    self.entry.endpoint, self._ingress_id, _CONNECT_TIMEOUT_S, observer=self
+                )
+                return
+            except EngineLost as error:
+                logger.warning("%s; trying again", error)
+                await asyncio.sleep(_RETRY_S)
+
+    # ------------------------------------------------------------ engine.client.EngineObserver
+
+    def session_opened(self, info: HelloReply) -> KeySet:
+        self._router.remove_replica(self.core_id)
+        keys = self._router.add_replica(self.core_id, info.block_size)
+        self._router.set_routable(self.core_id, self._is_routable)
+        self.info = info
+        return keys
+
+    def session_lost(self, reason: str) -> None:
+        logger.warning("engine %s: %s", self.core_id, reason)
+        self.info = self.load = None
+        self._router.remove_replica(self.core_id)
+
+    def load_reported(self, report: LoadReport) -> None:
+        self.load = report
+        self._router.on_load(self.core_id, report)
+
+    def request_seen(self, number: int) -> None:
+        self._router.on_seen(self.core_id, number)

@@ -1,0 +1,149 @@
+"""Which models and engines there are: the Registry's state, without the actor around it.
+
+Invariant: an engine is listed while its supervisor renews its lease, and no longer; every change
+raises `version`, so that a reader who knows a version misses nothing after it. Time is passed in.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+
+class EngineState(StrEnum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    """Finishes what it has; takes nothing new."""
+    STALLED = "stalled"
+    """A step takes far longer than it should."""
+    FAILED = "failed"
+    """Cannot start, or has died; its supervisor tries again."""
+
+
+class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One engine replica, as its supervisor reports it."""
+
+    replica_id: str
+    """Of the supervisor; survives a restart of the core."""
+    model: str
+    state: EngineState
+    detail: str = ""
+    """The phase it is in, or why it failed."""
+    endpoint: str = ""
+    """Where the core listens; a restarted core has another one."""
+    pid: int = 0
+    node: str = ""
+    restarts: int = 0
+
+    @property
+    def core_id(self) -> str:
+        """Of the core itself: a restarted one is another engine, with nothing in its cache."""
+        return f"{self.replica_id}#{self.restarts}"
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether an ingress should hold a session with it."""
+        return bool(self.endpoint) and self.state in (
+            EngineState.READY,
+            EngineState.DRAINING,
+            EngineState.STALLED,
+        )
+
+
+class ModelEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model that is meant to be served, whether or not an engine runs for it."""
+
+    name: str
+    source: str
+    """Local folder, hub id, or 'default': where its tokenizer is found."""
+    aliases: tuple[str, ...] = ()
+
+
+class DirectoryView(msgspec.Struct, frozen=True):
+    """The directory at one moment."""
+
+    version: int
+    boot_id: str
+    """Changes when the Registry has restarted."""
+    is_settled: bool
+    """Whether the Registry has run for a lease: before that an engine may be missing only because
+    it has not reported to this Registry yet."""
+    models: tuple[ModelEntry, ...]
+    engines: tuple[EngineEntry, ...]
+
+
+class Directory:
+    """Models by name, engines by replica id."""
+
+    def __init__(self, boot_id: str, lease_s: float, now: float) -> None:
+        self.boot_id = boot_id
+        self.lease_s = lease_s
+        self.version = 1
+        self._settles_s = now + lease_s
+        self._is_settled = False
+        self._models: dict[str, ModelEntry] = {}
+        self._is_told = False
+        """Whether `set_models` has said which models there are to be."""
+        self._engines: dict[str, tuple[EngineEntry, float]] = {}
+
+    @property
+    def models(self) -> tuple[ModelEntry, ...]:
+        return tuple(self._models.values())
+
+    def set_models(self, models: tuple[ModelEntry, ...]) -> None:
+        """Replaces the list of models meant to be served."""
+        self._is_told = True
+        wanted = {model.name: model for model in models}
+        if wanted != self._models:
+            self._models = wanted
+            self.version += 1
+
+    def report(self, entry: EngineEntry, model: ModelEntry, now: float) -> None:
+        """Renews the lease of an engine, and takes over what has changed. A Registry that has lost
+        its memory learns the models again from their engines."""
+        if not self._is_told and self._models.get(model.name) != model:
+            self._models[model.name] = model
+            self.version += 1
+        known = self._engines.get(entry.replica_id)
+        self._engines[entry.replica_id] = (entry, now + self.lease_s)
+        if known is None or known[0] != entry:
+            self.version += 1
+
+    def withdraw(self, replica_id: str) -> None:
+        """Removes an engine that has ended in order. Unknown ones are no error."""
+        if self._engines.pop(replica_id, None) is not None:
+            self.version += 1
+
+    def expire(self, now: float) -> None:
+        """Removes engines whose lease has run out."""
+        expired = [name for name, (_, until_s) in self._engines.items() if until_s < now]
+        for name in expired:
+            del self._engines[name]
+        settled = now >= self._settles_s
+        if expired or settled != self._is_settled:
+            self._is_settled = settled
+            self.version += 1
+
+    def view(self) -> DirectoryView:
+        return DirectoryView(
+            self.version,
+            self.boot_id,
+            self._is_settled,
+            self.models,
+            tuple(entry for entry, _ in self._engines.values()),
+        )
+
+
+_BEST_FIRST = (
+    EngineState.READY,
+    EngineState.LOADING,
+    EngineState.STALLED,
+    EngineState.DRAINING,
+    EngineState.FAILED,
+)
+
+
+def model_state(view: DirectoryView, model: str) -> EngineState:
+    """The best state of any engine of a model; `LOADING` while none has reported."""
+    states = {entry.state for entry in view.engines if entry.model == model}
+    return next((state for state in _BEST_FIRST if state in states), EngineState.LOADING)
