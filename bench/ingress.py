@@ -128,6 +128,10 @@ async def _measure(
             for percent in (50, 99):
                 added = np.percentile(pairs[:, 1], percent) - np.percentile(pairs[:, 0], percent)
                 figures[f"added_ttft_ms_p{percent}_{clients}"] = float(added)
+        progress("disconnects")
+        freed_ms = [await _disconnect_ms(client, target.port, body) for _ in range(20)]
+        figures["disconnect_to_free_ms_p50"] = float(np.median(freed_ms))
+        figures["disconnect_to_free_ms_max"] = max(freed_ms)
     figures |= {f"stage_ms_{k}": v for k, v in (await _stages(target.port)).items()}
     return figures
 
@@ -154,14 +158,9 @@ async def _engine_ttft_s(client: EngineClient, ids: list[int]) -> float:
 
 
 async def _http_ttft_s(port: int, body: dict[str, Any]) -> float:
-    """A connection of its own, as a new client has; until the first event with content."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    payload = json.dumps(body).encode()
+    """From opening a connection until the first event with content."""
     start_s = time.perf_counter()
-    writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: shoal\r\nConnection: close\r\n"
-        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(payload) + payload
-    )
+    reader, writer = await _post(port, body)
     seconds = 0.0
     async for line in reader:
         if not seconds and b'"content"' in line:
@@ -170,6 +169,37 @@ async def _http_ttft_s(port: int, body: dict[str, Any]) -> float:
     if not seconds:
         raise RuntimeError("an answer without content")
     return seconds
+
+
+async def _disconnect_ms(client: EngineClient, port: int, body: dict[str, Any]) -> float:
+    """From closing the connection in the middle of an answer until the engine reports that no
+    block is held."""
+    reader, writer = await _post(port, {**body, "max_tokens": 1000, "ignore_eos": True})
+    async for line in reader:
+        if b'"content"' in line:
+            break
+    follower = client.follower
+    assert follower is not None
+    while follower.load is None or not follower.load.used_blocks:
+        await asyncio.sleep(0.001)
+    start_s = time.perf_counter()
+    writer.transport.abort()
+    while follower.load is None or follower.load.used_blocks:
+        await asyncio.sleep(0.001)
+    return (time.perf_counter() - start_s) * 1000
+
+
+async def _post(
+    port: int, body: dict[str, Any]
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection of its own, as a new client has."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    payload = json.dumps(body).encode()
+    writer.write(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: shoal\r\nConnection: close\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(payload) + payload
+    )
+    return reader, writer
 
 
 async def _stages(port: int) -> dict[str, float]:

@@ -1,229 +1,239 @@
-"""`POST /v1/chat/completions`: one generation as a whole answer or as server-sent events.
+"""`POST /v1/chat/completions`: what a client may send, and how its answer is written."""
 
-Invariant: the HTTP status goes out only after the engine has accepted every choice, and when the
-client goes away, at whatever point, the generation is closed.
-"""
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
 
-import asyncio
-import contextlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from msgspec import UNSET, UnsetType
+from pydantic import Field, model_validator
 
-from fastapi import Request, Response
-from starlette.types import Receive, Scope, Send
-
-from cluster import openai
-from cluster.errors import failure_of
-from cluster.generation import Generation, Usage
+from cluster.generation import Usage
+from cluster.openai import (
+    MAX_TOKENS,
+    AnswerHead,
+    AnswerPart,
+    CompletionUsage,
+    OpenAIDialect,
+    OptionalUsage,
+    RequestPart,
+    SamplingRequest,
+    SmallObject,
+    Text,
+    encode,
+    finite,
+)
 from cluster.postprocess import OutputDelta, OutputToken
+from cluster.preprocess import GenerationRequest
 from cluster.tokenizer import Tokenizer
+from engine.wire import MAX_TOP_LOGPROBS
 
-_KEEP_ALIVE_S = 15.0
-_KEEP_ALIVE = b": keep-alive\n\n"
-_DONE = b"data: [DONE]\n\n"
-_LOGPROB_FLOOR = -9999.0
-"""What OpenAI reports for a token of no probability: JSON has no infinity."""
+MAX_MESSAGES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerHead:
-    """What every part of an answer repeats."""
+class TextPart(RequestPart):
+    type: Literal["text"]
+    text: Text
+
+
+class Message(RequestPart):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | Annotated[list[TextPart], Field(max_length=1024)]
+    name: Annotated[str, Field(max_length=256)] | None = None
+
+    # ---- an answer sent back as history has these, empty
+    refusal: Annotated[str, Field(max_length=65536)] | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: None = None
+    audio: None = None
+
+    def as_template_input(self) -> dict[str, str]:
+        """Text parts are joined by line ends; templates know 'system' where OpenAI's newer clients
+        say 'developer'."""
+        role = "system" if self.role == "developer" else self.role
+        if isinstance(self.content, str):
+            return {"role": role, "content": self.content}
+        return {"role": role, "content": "\n".join(part.text for part in self.content)}
+
+
+class TextFormat(RequestPart):
+    type: Literal["text"]
+
+
+class ChatCompletionRequest(SamplingRequest):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    # ---- accepted, without effect on the answer
+    metadata: SmallObject | None = None
+    store: bool | None = None
+    service_tier: Annotated[str, Field(max_length=64)] | None = None
+    safety_identifier: Annotated[str, Field(max_length=1024)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
+    response_format: TextFormat | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs to be true")
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise ValueError(
+                f"max_tokens ({self.max_tokens}) and max_completion_tokens "
+                f"({self.max_completion_tokens}) differ"
+            )
+        return self
+
+    def as_generation(self) -> GenerationRequest:
+        return GenerationRequest(
+            prompt=[message.as_template_input() for message in self.messages],
+            sampling=self.sampling((self.top_logprobs or 0) if self.logprobs else None),
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            seed=self.seed,
+            num_choices=self.num_choices,
+            stops=self.stops,
+        )
+
+
+# ------------------------------------------------------------------ answers
+
+
+class TopLogprob(AnswerPart, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(AnswerPart, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChoiceLogprobs(AnswerPart, frozen=True):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class AnswerMessage(AnswerPart, frozen=True):
+    role: Literal["assistant"]
+    content: str
+    refusal: None = None
+
+
+class Choice(AnswerPart, frozen=True):
+    index: int
+    message: AnswerMessage
+    logprobs: ChoiceLogprobs | None
+    finish_reason: str
+
+
+class Delta(AnswerPart, frozen=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChunkChoice(AnswerPart, frozen=True):
+    index: int
+    delta: Delta
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatCompletion(AnswerPart, frozen=True):
+    """A whole answer, or a chunk of a streamed one."""
 
     id: str
+    object: Literal["chat.completion", "chat.completion.chunk"]
     created: int
     model: str
-    fingerprint: str
+    system_fingerprint: str
+    choices: Sequence[AnswerPart]
+    usage: OptionalUsage
 
 
-class ClientGone(Exception):
-    """The client closed the connection before its answer was complete."""
+class ChatDialect(OpenAIDialect):
+    """One chat answer."""
 
-
-async def whole_answer(
-    generation: Generation, head: AnswerHead, tokenizer: Tokenizer, request: Request
-) -> openai.ChatCompletion:
-    """Waits for every choice; raises `ClientGone` as soon as the client disconnects."""
-    collecting = asyncio.create_task(_collect(generation))
-    watching = asyncio.create_task(_disconnected(request.receive))
-    try:
-        await asyncio.wait({collecting, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not collecting.done():
-            raise ClientGone
-        deltas = collecting.result()
-    finally:
-        collecting.cancel()
-        watching.cancel()
-        generation.close()
-    choices = [
-        openai.Choice(
-            index=index,
-            message=openai.AnswerMessage(
-                role="assistant", content="".join(delta.text for delta in parts), refusal=None
-            ),
-            logprobs=_logprobs((token for delta in parts for token in delta.tokens), tokenizer),
-            finish_reason=parts[-1].end or "",
-        )
-        for index, parts in sorted(deltas.items())
-    ]
-    return openai.ChatCompletion(
-        id=head.id,
-        object="chat.completion",
-        created=head.created,
-        model=head.model,
-        system_fingerprint=head.fingerprint,
-        choices=choices,
-        usage=_usage(generation.usage),
-    )
-
-
-async def _collect(generation: Generation) -> dict[int, list[OutputDelta]]:
-    deltas: dict[int, list[OutputDelta]] = {}
-    async for index, delta in generation:
-        deltas.setdefault(index, []).append(delta)
-    return deltas
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class EventStream(Response):
-    """An answer as server-sent events, ended by `data: [DONE]`.
-
-    A response of its own because the generation must be closed on every way out, also when the
-    client leaves before the first byte, or while no token comes. A failure after the status line
-    is an event with an `error`, and no `[DONE]`."""
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self, generation: Generation, head: AnswerHead, tokenizer: Tokenizer, include_usage: bool
-    ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._generation = generation
-        self._head = head
+    def __init__(self, head: AnswerHead, tokenizer: Tokenizer, include_usage: bool) -> None:
+        super().__init__(head, include_usage)
         self._tokenizer = tokenizer
-        self._include_usage = include_usage
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.create_task(self._send_all(send))
-        watching = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
-        finally:
-            self._generation.close()
-            for task in (sending, watching):
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.gather(sending, watching, return_exceptions=True)
+    def begin(self, index: int) -> bytes:
+        return self.event(ChunkChoice(index=index, delta=Delta(role="assistant", content="")))
 
-    async def _send_all(self, send: Send) -> None:
-        await send(
-            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        )
-
-        async def emit(data: bytes, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": data, "more_body": more})
-
-        started: set[int] = set()
-        try:
-            while True:
-                try:
-                    async with asyncio.timeout(_KEEP_ALIVE_S):
-                        entry = await self._generation.next_delta()
-                except TimeoutError:
-                    await emit(_KEEP_ALIVE)
-                    continue
-                if entry is None:
-                    break
-                index, delta = entry
-                events = b""
-                if index not in started:
-                    started.add(index)
-                    events = self._event(index, openai.Delta(role="assistant", content=""))
-                events += self._delta_events(index, delta)
-                if events:
-                    await emit(events)
-        except Exception as error:
-            await emit(b"data: " + failure_of(error).body + b"\n\n", more=False)
-            return
-        usage = self._usage_event() if self._include_usage else b""
-        await emit(usage + _DONE, more=False)
-
-    def _delta_events(self, index: int, delta: OutputDelta) -> bytes:
-        events = b""
-        logprobs = _logprobs(delta.tokens, self._tokenizer)
-        if delta.text or logprobs is not None:
-            events = self._event(index, openai.Delta(content=delta.text), logprobs)
+    def delta(self, index: int, delta: OutputDelta) -> bytes:
+        logprobs = self._logprobs(delta.tokens)
+        if logprobs is not None:
+            content = Delta(content=delta.text)
+            events = self.event(ChunkChoice(index=index, delta=content, logprobs=logprobs))
+        else:
+            events = self.text_event(index, delta.text) if delta.text else b""
         if delta.end is not None:
-            events += self._event(index, openai.Delta(), finish_reason=delta.end)
+            end = ChunkChoice(index=index, delta=Delta(), finish_reason=delta.end)
+            events += self.event(end)
         return events
 
-    def _event(
-        self,
-        index: int,
-        delta: openai.Delta,
-        logprobs: openai.ChoiceLogprobs | None = None,
-        finish_reason: str | None = None,
-    ) -> bytes:
-        choice = openai.ChunkChoice(
-            index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason
-        )
-        return self._chunk([choice])
-
-    def _usage_event(self) -> bytes:
-        return self._chunk([], _usage(self._generation.usage))
-
-    def _chunk(
-        self, choices: list[openai.ChunkChoice], usage: openai.CompletionUsage | None = None
-    ) -> bytes:
-        """With `include_usage` every chunk but the last has `"usage": null`, as OpenAI's."""
-        optional = {"usage": usage} if self._include_usage else {}
-        chunk = openai.ChatCompletionChunk(
-            id=self._head.id,
-            object="chat.completion.chunk",
-            created=self._head.created,
-            model=self._head.model,
-            system_fingerprint=self._head.fingerprint,
-            choices=choices,
-            **optional,
-        )
-        return b"data: " + chunk.model_dump_json(exclude_unset=True).encode() + b"\n\n"
-
-
-def _usage(usage: Usage) -> openai.CompletionUsage:
-    return openai.CompletionUsage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        total_tokens=usage.prompt_tokens + usage.completion_tokens,
-        prompt_tokens_details=openai.PromptTokensDetails(cached_tokens=usage.cached_tokens),
-    )
-
-
-def _logprobs(tokens: Iterable[OutputToken], tokenizer: Tokenizer) -> openai.ChoiceLogprobs | None:
-    """None when they were not asked for."""
-    content = []
-    for token in tokens:
-        if token.logprobs is None:
-            return None
-        top = [
-            openai.TopLogprob(
-                token=tokenizer.token_text(token_id),
-                logprob=max(logprob, _LOGPROB_FLOOR),
-                bytes=list(tokenizer.token_bytes(token_id)),
+    def whole(self, choices: Mapping[int, Sequence[OutputDelta]], usage: Usage) -> bytes:
+        answer = [
+            Choice(
+                index=index,
+                message=AnswerMessage(
+                    role="assistant", content="".join(delta.text for delta in deltas)
+                ),
+                logprobs=self._logprobs(token for delta in deltas for token in delta.tokens),
+                finish_reason=deltas[-1].end or "",
             )
-            for token_id, logprob in token.logprobs.top
+            for index, deltas in sorted(choices.items())
         ]
-        content.append(
-            openai.TokenLogprob(
-                token=tokenizer.token_text(token.token_id),
-                logprob=max(token.logprobs.logprob, _LOGPROB_FLOOR),
-                bytes=list(tokenizer.token_bytes(token.token_id)),
-                top_logprobs=top,
-            )
+        return encode(self._answer("chat.completion", answer, CompletionUsage.of(usage)))
+
+    def text_choice(self, index: int, text: str) -> AnswerPart:
+        return ChunkChoice(index=index, delta=Delta(content=text))
+
+    def chunk(self, choices: Sequence[AnswerPart], usage: OptionalUsage) -> AnswerPart:
+        return self._answer("chat.completion.chunk", choices, usage)
+
+    def _answer(
+        self,
+        kind: Literal["chat.completion", "chat.completion.chunk"],
+        choices: Sequence[AnswerPart],
+        usage: OptionalUsage,
+    ) -> ChatCompletion:
+        return ChatCompletion(
+            id=self.head.id,
+            object=kind,
+            created=self.head.created,
+            model=self.head.model,
+            system_fingerprint=self.head.fingerprint,
+            choices=choices,
+            usage=usage,
         )
-    return openai.ChoiceLogprobs(content=content) if content else None
+
+    def _logprobs(self, tokens: Iterable[OutputToken]) -> ChoiceLogprobs | None:
+        """None when they were not asked for."""
+        content = []
+        for token in tokens:
+            if token.logprobs is None:
+                return None
+            content.append(
+                TokenLogprob(
+                    **self._described(token.token_id, token.logprobs.logprob),
+                    top_logprobs=[
+                        TopLogprob(**self._described(*likely)) for likely in token.logprobs.top
+                    ],
+                )
+            )
+        return ChoiceLogprobs(content=content) if content else None
+
+    def _described(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._tokenizer.token_text(token_id),
+            "logprob": finite(logprob),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }

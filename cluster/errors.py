@@ -6,6 +6,7 @@ is in any text.
 """
 
 import logging
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from cluster.fan_out import PromptTooLong
 from cluster.fleet import ModelNotFound
 from cluster.generation import GenerationFailed
 from cluster.openai import ErrorBody, ErrorDetail
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 _MAX_VALUE_CHARS = 80
 _MAX_FIELD_CHARS = 200
 _RETRY_AFTER_S = 1
+_ALTERNATIVES = ("function-after[", "list[")
+"""How pydantic names the members of a union."""
 
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
@@ -62,12 +66,10 @@ def failure_of(error: Exception) -> Failure:
             return Failure(503, str(error), _SERVER, code="model_not_ready")
         case InvalidRequest(field=field):
             return Failure(400, str(error), _INVALID, field, "invalid_value")
-        case RequestRejected(code=RejectCode.INVALID):
-            return Failure(400, error.message, _INVALID, code="invalid_value")
-        case RequestRejected(code=RejectCode.CONTEXT_LENGTH):
-            return Failure(400, error.message, _INVALID, "messages", "context_length_exceeded")
+        case PromptTooLong(field=field):
+            return Failure(400, str(error), _INVALID, field, "context_length_exceeded")
         case RequestRejected():
-            return Failure(503, error.message, _SERVER, code=error.code.value)
+            return _rejected(error)
         case EngineLost():
             logger.warning("engine lost: %s", error)
             text = "the engine of this model is not available; try again"
@@ -79,6 +81,16 @@ def failure_of(error: Exception) -> Failure:
         case _:
             logger.error("request failed", exc_info=error)
             return Failure(500, "internal error", _SERVER, code="internal_error")
+
+
+def _rejected(error: RequestRejected) -> Failure:
+    match error.code:
+        case RejectCode.INVALID:
+            return Failure(400, error.message, _INVALID, code="invalid_value")
+        case RejectCode.CONTEXT_LENGTH:
+            return Failure(400, error.message, _INVALID, "messages", "context_length_exceeded")
+        case _:
+            return Failure(503, error.message, _SERVER, code=error.code.value)
 
 
 def install(app: FastAPI) -> None:
@@ -103,8 +115,8 @@ def install(app: FastAPI) -> None:
 
 def _invalid_body(problems: Sequence[Any]) -> Failure:
     """The first problem, in one sentence: field, limit, value."""
-    problem = problems[0]
-    path = [str(part) for part in problem["loc"] if part != "body"]
+    problem = _most_telling(problems)
+    path = [str(part) for part in problem["loc"] if part != "body" and not _is_alternative(part)]
     field = _printable(".".join(path))[:_MAX_FIELD_CHARS] or None
     kind, reason = problem["type"], str(problem["msg"]).removeprefix("Value error, ")
     if kind == "json_invalid":
@@ -120,8 +132,24 @@ def _invalid_body(problems: Sequence[Any]) -> Failure:
     return Failure(400, message, _INVALID, field, code)
 
 
+def _is_alternative(part: object) -> bool:
+    return isinstance(part, str) and part.startswith(_ALTERNATIVES)
+
+
+def _most_telling(problems: Sequence[Any]) -> Any:
+    """The first problem. If a field can be one of several types, each has its own: then one that
+    is about more than the type, as far inside the value as there is one."""
+    loc = problems[0]["loc"]
+    depth = next((i for i, part in enumerate(loc) if _is_alternative(part)), len(loc))
+    same_field = [problem for problem in problems if problem["loc"][:depth] == loc[:depth]]
+    return max(same_field, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
+
+
 def _shown(value: object) -> str:
-    text = _printable(repr(value))
+    """A value can be as large as a body: no more of it is rendered than is shown."""
+    shorten = reprlib.Repr()
+    shorten.maxstring = shorten.maxlong = _MAX_VALUE_CHARS
+    text = _printable(shorten.repr(value))
     return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}…"
 
 

@@ -2,7 +2,7 @@
 
 Invariant: nothing of it listens beyond loopback, and two clusters on one machine do not meet. Serve
 binds HAProxy's metrics and statistics to every interface and offers no way to say otherwise; but it
-lets the executable be chosen, and a wrapper around that sees the configuration before it does.
+lets the executable be chosen, and a wrapper around that edits the configuration before it is read.
 """
 
 import importlib.util
@@ -11,6 +11,14 @@ import socket
 from pathlib import Path
 
 _NUM_THREADS = 2
+_EDITS = (
+    r"s/bind \*?:/bind 127.0.0.1:/",
+    # A client that closes before its whole answer has come would otherwise never be missed:
+    # HAProxy takes it for one that is only done with sending.
+    r"s/^defaults$/defaults\n    timeout client-fin 1s/",
+    # Serve makes a 500 of HAProxy's own 502 to 504; a client should know what to try again.
+    r"/^ *errorfile/d",
+)
 _LONGEST_STREAM_S = 3600
 """A change of the back-ends reloads HAProxy; streams may go on for this long on the old one."""
 
@@ -30,10 +38,11 @@ def loopback_environment(folder: Path) -> dict[str, str]:
     assert spec.origin is not None
     folder.mkdir(mode=0o700)
     wrapper = folder / "haproxy"
+    edits = " ".join(f"-e {shlex.quote(edit)}" for edit in _EDITS)
     wrapper.write_text(
         "#!/bin/sh\n"
         # Ray puts the configuration in a folder of the node's.
-        f"sed -i -E 's/bind \\*?:/bind 127.0.0.1:/' {shlex.quote(str(folder))}/*/haproxy.cfg\n"
+        f"sed -i -E {edits} {shlex.quote(str(folder))}/*/haproxy.cfg\n"
         f'exec {shlex.quote(str(_bundled(Path(spec.origin))))} "$@"\n'
     )
     wrapper.chmod(0o700)

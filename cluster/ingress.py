@@ -9,25 +9,26 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from cluster import errors
+from cluster.answer import Dialect, Output, respond
 from cluster.body_limit import BodyLimit
-from cluster.chat import AnswerHead, ClientGone, EventStream, whole_answer
+from cluster.chat import ChatCompletionRequest, ChatDialect
+from cluster.completions import CompletionDialect, CompletionRequest
+from cluster.fan_out import merged, start_each
 from cluster.fleet import DirectorySource, Fleet
 from cluster.metrics import IngressMetrics
-from cluster.openai import ChatCompletionRequest, ModelCard, ModelList, now_s
+from cluster.openai import AnswerHead, ModelCard, ModelList, SamplingRequest, now_s
 from cluster.preprocess import GenerationRequest
 from cluster.served_model import IngressIdentity, ServedModel, Started
 from configs.shoal import RouterConfig
 from engine.wire import LoadReport
 from replicas.directory import EngineState, model_state
-
-_CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a client that left; nobody receives it, logs show it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +69,30 @@ class Ingress:
         request_id = f"chatcmpl-{secrets.token_hex(12)}"
         started = await self._start(body.model, request_id, body.as_generation())
         head = AnswerHead(request_id, now_s(), body.model, f"fp_{started.fingerprint[:12]}")
-        if body.stream:
-            include_usage = body.stream_options is not None and body.stream_options.include_usage
-            stream = EventStream(started.generation, head, started.tokenizer, include_usage)
-            stream.headers.update(_tracing(request_id, started))
-            return stream
-        try:
-            answer = await whole_answer(started.generation, head, started.tokenizer, request)
-        except ClientGone:
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)
-        headers = _tracing(request_id, started)
-        return Response(answer.model_dump_json(), 200, headers, media_type="application/json")
+        dialect = ChatDialect(head, started.tokenizer, body.include_usage)
+        response = await self._respond(started.generation, dialect, body, request)
+        response.headers.update(_tracing(request_id, started))
+        return response
+
+    async def completions(self, body: CompletionRequest, request: Request) -> Response:
+        request_id = f"cmpl-{secrets.token_hex(12)}"
+        start = partial(self._start, body.model)
+        started = await start_each(start, request_id, body.as_generations())
+        first = started[0]
+        head = AnswerHead(request_id, now_s(), body.model, f"fp_{first.fingerprint[:12]}")
+        echoed = body.echoed(first.tokenizer)
+        dialect = CompletionDialect(head, first.tokenizer, body.include_usage, echoed)
+        output = merged([one.generation for one in started], body.num_choices)
+        response = await self._respond(output, dialect, body, request)
+        response.headers.update(_tracing(request_id, first))
+        return response
+
+    async def _respond(
+        self, output: Output, dialect: Dialect, body: SamplingRequest, request: Request
+    ) -> Response:
+        return await respond(
+            output, dialect, request, bool(body.stream), self._settings.keep_alive_s
+        )
 
     async def _start(self, model_name: str, request_id: str, request: GenerationRequest) -> Started:
         """Starts a request on the model of this name or alias, and counts it."""
@@ -175,6 +189,7 @@ def build_app(settings: IngressSettings, source: DirectorySource) -> FastAPI:
     errors.install(app)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.post("/v1/chat/completions", response_model=None)(ingress.chat_completions)
+    app.post("/v1/completions", response_model=None)(ingress.completions)
     app.get("/v1/models")(ingress.models)
     app.get("/v1/models/{name:path}")(ingress.model)
     app.get("/health", response_model=None)(ingress.health)

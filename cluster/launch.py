@@ -8,6 +8,7 @@ import http.client
 import json
 import logging
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,9 @@ class Cluster:
     def url(self) -> str:
         return f"http://{self._config.ingress.host}:{self._config.ingress.port}"
 
-    def start_engines(self) -> None:
-        """Names the models to the Registry and starts their engines; waits for none of them."""
+    def start_engines(self, names: Collection[str] | None = None) -> None:
+        """Names the models to the Registry and starts the engines of all, or of those named; waits
+        for none of them. Applications that run and are not named are left alone."""
         ray.get(self._registry.set_models.remote(tuple(map(model_entry, self._config.models))))
         self._start_http_options()
         serve.run_many(
@@ -55,6 +57,7 @@ class Cluster:
                     logging_config=_LOGGING,
                 )
                 for model in self._config.models
+                if names is None or model.name in names
             ],
             wait_for_ingress_deployment_creation=False,
             wait_for_applications_running=False,

@@ -1,28 +1,46 @@
-"""The OpenAI dialect: what a client may send, and what it gets back.
+"""The OpenAI dialect: what its endpoints share of what a client may send and gets back.
 
-Invariant: every value a client can send is bounded here, at parse, and a field that would change
-the answer and is not served is refused by name rather than ignored. A request without
-`temperature` is sampled at OpenAI's 1.0, whatever the model's own generation config says: the same
-call means the same on every model.
+Invariant: every value a client can send is bounded here or in an endpoint's own module, at parse,
+types are not converted, and a field that would change the answer and is not served is refused by
+name rather than ignored. A request without `temperature` is sampled at OpenAI's 1.0, whatever the
+model's own generation config says: the same call means the same on every model.
 """
 
 import time
-from typing import Annotated, Any, Literal, Self
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+import msgspec
+from msgspec import UNSET, UnsetType
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
-from cluster.preprocess import GenerationRequest
-from engine.wire import MAX_TOP_LOGPROBS, SamplingParams
+from cluster.generation import Usage
+from cluster.postprocess import OutputDelta
+from engine.wire import SamplingParams
 
 MAX_CHOICES = 8
-MAX_MESSAGES = 4096
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
-_TOKENS = 1 << 30
+MAX_TOKENS = 1 << 30
+_MAX_FIELDS = 64
 _INT64 = 1 << 63
+_LOGPROB_FLOOR = -9999.0
+"""What OpenAI reports for a token of no probability: JSON has no infinity."""
 
 
-def _without_surrogates(text: str) -> str:
+def check_text(text: str) -> str:
+    """Raises `ValueError` for text that cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -30,102 +48,76 @@ def _without_surrogates(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(_without_surrogates)]
+Text = Annotated[str, AfterValidator(check_text)]
 
 
-class _Request(BaseModel):
-    """Unknown keys are refused, as OpenAI's own servers do."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class TextPart(_Request):
-    type: Literal["text"]
-    text: Text
+def check_size(value: object, limit: int) -> object:
+    """Raises `ValueError` for an object of more than `limit` entries, before they are looked at:
+    pydantic reports every bad one, which takes a minute for the millions that a body can hold."""
+    if isinstance(value, dict) and len(value) > limit:
+        raise ValueError(f"at most {limit} entries, got {len(value)}")
+    return value
 
 
-class Message(_Request):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(max_length=1024)]
-    name: Annotated[str, Field(max_length=256)] | None = None
+class RequestPart(BaseModel):
+    """Unknown keys are refused and values are not converted, as by OpenAI's own servers."""
 
-    # ---- an answer sent back as history has these, empty
-    refusal: Annotated[str, Field(max_length=65536)] | None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-    function_call: None = None
-    audio: None = None
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
-    def as_template_input(self) -> dict[str, str]:
-        """Text parts are joined by line ends; templates know 'system' where OpenAI's newer clients
-        say 'developer'."""
-        role = "system" if self.role == "developer" else self.role
-        if isinstance(self.content, str):
-            return {"role": role, "content": self.content}
-        return {"role": role, "content": "\n".join(part.text for part in self.content)}
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: object) -> object:
+        return check_size(value, _MAX_FIELDS)
 
 
-class StreamOptions(_Request):
-    include_usage: bool = False
-    include_obfuscation: bool = False
+SmallObject = Annotated[dict[str, str], BeforeValidator(partial(check_size, limit=_MAX_FIELDS))]
+
+
+class StreamOptions(RequestPart):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
     """Accepted; nothing is obfuscated."""
 
 
-class TextFormat(_Request):
-    type: Literal["text"]
-
-
-class ChatCompletionRequest(_Request):
-    """`POST /v1/chat/completions`. Below the line: what OpenAI does not have."""
+class SamplingRequest(RequestPart):
+    """The fields of every endpoint that generates. Null means the default."""
 
     model: Annotated[str, Field(max_length=1024)]
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=_TOKENS)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=_TOKENS)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    stop: Text | list[Text] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: (
         Annotated[
-            dict[Annotated[int, Field(ge=0, lt=1 << 31)], Annotated[float, Field(ge=-100, le=100)]],
-            Field(max_length=1024),
+            dict[
+                # The one conversion: JSON knows no keys but strings.
+                Annotated[int, Field(ge=0, lt=1 << 31, strict=False)],
+                Annotated[float, Field(ge=-100, le=100)],
+            ],
+            BeforeValidator(partial(check_size, limit=1024)),
         ]
         | None
     ) = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    user: Annotated[str, Field(max_length=1024)] | None = None
+    """Accepted, without effect on the answer."""
 
     # ---- extensions, under the names vLLM gave them
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=_TOKENS)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     ignore_eos: bool | None = None
-
-    # ---- accepted, without effect on the answer
-    user: Annotated[str, Field(max_length=1024)] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=64)] | None = None
-    store: bool | None = None
-    service_tier: Annotated[str, Field(max_length=64)] | None = None
-    safety_identifier: Annotated[str, Field(max_length=1024)] | None = None
-    prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
-    response_format: TextFormat | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
 
     @field_validator("stop")
     @classmethod
     def _bounded_stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
         stops = [stop] if isinstance(stop, str) else stop or []
-        if len(stops) > MAX_STOPS:
-            raise ValueError(f"at most {MAX_STOPS} stop strings, got {len(stops)}")
         for text in stops:
             if not 1 <= len(text) <= MAX_STOP_CHARS:
                 raise ValueError(
@@ -134,31 +126,25 @@ class ChatCompletionRequest(_Request):
         return stop
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
+    def _options_fit_the_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream to be true")
-        limits = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(limits) > 1:
-            raise ValueError(
-                f"max_tokens ({self.max_tokens}) and max_completion_tokens "
-                f"({self.max_completion_tokens}) differ"
-            )
         return self
 
-    def as_generation(self) -> GenerationRequest:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return GenerationRequest(
-            prompt=[message.as_template_input() for message in self.messages],
-            sampling=self._sampling(),
-            max_tokens=self.max_completion_tokens or self.max_tokens,
-            seed=self.seed,
-            num_choices=self.n or 1,
-            stops=stops,
-        )
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
 
-    def _sampling(self) -> SamplingParams:
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling(self, logprobs: int | None) -> SamplingParams:
+        """`logprobs`: how many likeliest tokens to report beside each token; None: nothing."""
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=self.top_p or 1.0,
@@ -170,93 +156,117 @@ class ChatCompletionRequest(_Request):
             repetition_penalty=self.repetition_penalty or 1.0,
             logit_bias=self.logit_bias or {},
             ignore_eos=bool(self.ignore_eos),
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            logprobs=logprobs,
         )
 
 
 # ------------------------------------------------------------------ answers
-# Dumped with `exclude_unset`: a field set to None is sent as null, one not set is left out.
 
 
-class _Answer(BaseModel):
-    model_config = ConfigDict(frozen=True)
+class AnswerPart(msgspec.Struct, frozen=True, gc=False):
+    """A field set to None is sent as null, one left UNSET is left out."""
 
 
-class TopLogprob(_Answer):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(_Answer):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
-class ChoiceLogprobs(_Answer):
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class PromptTokensDetails(_Answer):
+class PromptTokensDetails(AnswerPart, frozen=True):
     cached_tokens: int
 
 
-class CompletionUsage(_Answer):
+class CompletionUsage(AnswerPart, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
-
-class AnswerMessage(_Answer):
-    role: Literal["assistant"]
-    content: str
-    refusal: None
-
-
-class Choice(_Answer):
-    index: int
-    message: AnswerMessage
-    logprobs: ChoiceLogprobs | None
-    finish_reason: str
+    @classmethod
+    def of(cls, usage: Usage) -> "CompletionUsage":
+        return cls(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            total_tokens=usage.prompt_tokens + usage.completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
+        )
 
 
-class ChatCompletion(_Answer):
+OptionalUsage = CompletionUsage | UnsetType | None
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, _LOGPROB_FLOOR)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What every part of an answer repeats."""
+
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
-    system_fingerprint: str
-    choices: list[Choice]
-    usage: CompletionUsage
+    fingerprint: str
 
 
-class Delta(_Answer):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
+encode = msgspec.json.Encoder().encode
+_DONE = b"data: [DONE]\n\n"
+_MARK = "\0text\0"
+"""Stands for the text of a chunk that is encoded to be cut there."""
 
 
-class ChunkChoice(_Answer):
-    index: int
-    delta: Delta
-    logprobs: ChoiceLogprobs | None
-    finish_reason: str | None
+class OpenAIDialect(ABC):
+    """One answer as OpenAI writes it; see `cluster.answer.Dialect`.
+
+    Most chunks add text and nothing else, and differ in the text only. So the first of a choice is
+    encoded from its types, and the others are made by putting their text in its place, in less than
+    half the time."""
+
+    def __init__(self, head: AnswerHead, include_usage: bool) -> None:
+        self.head = head
+        self._no_usage: UnsetType | None = None if include_usage else UNSET
+        """With `include_usage` every chunk but the last has `"usage": null`."""
+        self._around_text: dict[int, tuple[bytes, bytes]] = {}
+
+    @abstractmethod
+    def begin(self, index: int) -> bytes: ...
+
+    @abstractmethod
+    def delta(self, index: int, delta: OutputDelta) -> bytes: ...
+
+    @abstractmethod
+    def whole(self, choices: Mapping[int, Sequence[OutputDelta]], usage: Usage) -> bytes: ...
+
+    @abstractmethod
+    def chunk(self, choices: Sequence[AnswerPart], usage: OptionalUsage) -> AnswerPart: ...
+
+    @abstractmethod
+    def text_choice(self, index: int, text: str) -> AnswerPart: ...
+
+    def event(self, choice: AnswerPart) -> bytes:
+        return _event(self.chunk([choice], self._no_usage))
+
+    def text_event(self, index: int, text: str) -> bytes:
+        """Equal to `event(text_choice(index, text))`."""
+        around = self._around_text.get(index)
+        if around is None:
+            start, end = self.event(self.text_choice(index, _MARK)).split(encode(_MARK))
+            around = self._around_text[index] = (start, end)
+        return around[0] + encode(text) + around[1]
+
+    def end(self, usage: Usage) -> bytes:
+        if self._no_usage is UNSET:
+            return _DONE
+        return _event(self.chunk([], CompletionUsage.of(usage))) + _DONE
+
+    def failed(self, body: bytes) -> bytes:
+        return b"data: " + body + b"\n\n"
 
 
-class ChatCompletionChunk(_Answer):
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChunkChoice]
-    usage: CompletionUsage | None = None
+def _event(chunk: AnswerPart) -> bytes:
+    return b"data: " + encode(chunk) + b"\n\n"
 
 
-class ModelCard(_Answer):
+class _Described(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class ModelCard(_Described):
     id: str
     object: Literal["model"] = "model"
     created: int
@@ -264,19 +274,19 @@ class ModelCard(_Answer):
     max_model_len: int | None = None
 
 
-class ModelList(_Answer):
+class ModelList(_Described):
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
-class ErrorDetail(_Answer):
+class ErrorDetail(_Described):
     message: str
     type: str
     param: str | None = None
     code: str | None = None
 
 
-class ErrorBody(_Answer):
+class ErrorBody(_Described):
     """The body of every answer that is no success."""
 
     error: ErrorDetail

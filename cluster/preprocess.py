@@ -46,11 +46,21 @@ class ModelLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """A prompt that needs no tokenising."""
+
+    ids: tuple[int, ...]
+
+
+Prompt = str | TokenPrompt | Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """What a client asks for, in no particular dialect."""
 
-    prompt: str | Sequence[Mapping[str, str]]
-    """Raw text, or messages with `role` and `content`."""
+    prompt: Prompt
+    """Raw text, token ids, or messages with `role` and `content`."""
     sampling: SamplingParams
     """Its `max_tokens`, `seed` and `choice` are set by this stage."""
     max_tokens: int | None = None
@@ -97,6 +107,8 @@ class Preprocessor:
 
         Raises `InvalidRequest`, or `RequestRejected` when the context is too short."""
         _check_tokens("logit_bias", request.sampling.logit_bias, limits.vocab_size)
+        if isinstance(request.prompt, TokenPrompt):
+            _check_tokens("prompt", request.prompt.ids, limits.vocab_size)
         loop = asyncio.get_running_loop()
         prompt_ids, keys = await loop.run_in_executor(
             self._threads, self._tokenise, request.prompt, root
@@ -126,10 +138,13 @@ class Preprocessor:
         return PreparedRequest(choices, rules, keys)
 
     def _tokenise(
-        self, prompt: str | Sequence[Mapping[str, str]], root: KeyRoot | None
-    ) -> tuple[list[int], tuple[BlockKey, ...]]:
+        self, prompt: Prompt, root: KeyRoot | None
+    ) -> tuple[Sequence[int], tuple[BlockKey, ...]]:
+        ids: Sequence[int]
         if isinstance(prompt, str):
             ids = self._tokenizer.encode(prompt, add_special_tokens=True)
+        elif isinstance(prompt, TokenPrompt):
+            ids = prompt.ids
         else:
             try:
                 text = self._tokenizer.render_chat(prompt)

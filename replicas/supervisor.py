@@ -110,7 +110,8 @@ class EngineSupervisor:
             else:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-            await self._change(EngineState.LOADING, restarts=self._entry.restarts + 1)
+            detail = f"starts again: {reason}"
+            await self._change(EngineState.LOADING, detail, restarts=self._entry.restarts + 1)
 
     async def _run_core(self) -> str:
         """Starts a core and watches it until it ends: why."""
@@ -155,7 +156,7 @@ class EngineSupervisor:
             progress: EngineProgress = await self._ask("progress", ended, supervision.stall_s)
             if progress.error is not None:
                 raise CoreEnded(progress.error)
-            phase = progress.phases[-1][0] if progress.phases else "process"
+            phase = progress.phases[-1][0] if progress.phases else self._entry.detail
             if progress.is_ready:
                 assert self._folder is not None
                 endpoint = endpoint_in(self._folder)

@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 from configs.engine import EngineConfig, SimulationConfig
 from engine.plan import ExecutorInfo, Sampled, Slice, StepPlan, StepResult
-from engine.wire import SamplingParams
+from engine.wire import SamplingParams, TokenLogprobs
 
 _EMPTY = 0
 _MASK = (1 << 64) - 1
@@ -106,7 +106,9 @@ class SimulatedExecutor:
         for item in plan.slices:
             token_id = self._compute(item)
             if token_id is not None:
-                sampled[item.run_id] = Sampled((token_id,))
+                asked = self._runs[item.run_id].sampling.logprobs
+                logprobs = None if asked is None else (self._logprobs(token_id, asked),)
+                sampled[item.run_id] = Sampled((token_id,), logprobs)
         cost_s = self._cost_s(plan)
         if cost_s > 0:
             self._sleep(cost_s)
@@ -114,6 +116,14 @@ class SimulatedExecutor:
 
     def close(self) -> None:
         self._runs.clear()
+
+    def _logprobs(self, token_id: int, num_top: int) -> TokenLogprobs:
+        """Made up of the token id, which is not among the likeliest but by chance."""
+        size = self._config.vocab_size
+        top = tuple((token_id * 31 + rank * 7919) % size for rank in range(num_top))
+        return TokenLogprobs(
+            -1.0 - token_id % 97 / 8, tuple((other, -0.5 - rank) for rank, other in enumerate(top))
+        )
 
     def _cost_s(self, plan: StepPlan) -> float:
         context = sum(item.start + item.length for item in plan.slices)

@@ -55,7 +55,9 @@ from configs.load import load
 from cluster.launch import Cluster
 
 ray.init(address=sys.argv[2], log_to_driver=False, logging_level="ERROR")
-Cluster(load(sys.argv[1]), Path(sys.argv[3])).start_engines()
+folder = Path(sys.argv[3])
+config = load(sys.argv[1]).model_copy(update={"cluster_secret_file": str(folder / "secret")})
+Cluster(config, folder / "engine").start_engines(["third"])
 """
 
 
@@ -292,7 +294,7 @@ def test_a_model_added_under_load_leaves_the_others_alone(running: Running) -> N
         subprocess.run(
             [
                 *(sys.executable, "-c", ADD_MODELS),
-                *(str(running.config), address, str(folder / "engine")),
+                *(str(running.config), address, str(folder)),
             ],
             env=environment,
             check=True,

@@ -171,15 +171,10 @@ def test_a_client_that_disconnects_has_its_request_aborted(server: Command, stre
         "max_tokens": 2000,
     }
     url = f"{server.url}/v1/chat/completions"
-    seen_running = 0
-    with (
-        contextlib.suppress(httpx.ReadTimeout),
-        httpx.stream("POST", url, json=body, timeout=2) as reply,
-    ):
-        lines = reply.iter_lines()
-        next(lines)
-        seen_running = server.load()["running"]
-    assert seen_running == (1 if stream else 0)
+    with httpx.stream("POST", url, json=body, timeout=10) as reply:
+        # An event, or a blank of a whole answer that takes its time.
+        next(reply.iter_raw())
+        assert server.load()["running"] == 1
     end_s = time.monotonic() + 3
     while (load := server.load())["running"] or load["used_blocks"]:
         assert time.monotonic() < end_s, load
@@ -200,7 +195,9 @@ def test_a_dead_engine_ends_its_streams_and_is_replaced(server: Command) -> None
         assert time.monotonic() < end_s
         time.sleep(0.2)
     assert server.process.poll() is None
-    assert "default is failed (default: its process died)" in server.errors.read_text()
+    errors = server.errors.read_text()
+    assert "its process died" in errors
+    assert errors.rstrip().endswith("default is ready")
 
 
 def test_a_busy_port_is_named_before_anything_starts(server: Command) -> None:
