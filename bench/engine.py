@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from bench.workload import Workload, load_workload
 from configs.engine import EngineConfig
-from engine.client import EngineClient, EngineRequest
+from engine.attempt import EngineRequest
+from engine.client import EngineClient
 from engine.launcher import LocalEngine
 from engine.wire import SamplingParams
 

@@ -21,7 +21,8 @@ from cluster.tokenizer import Tokenizer
 from configs.engine import CacheConfig, EngineConfig, SimulationConfig
 from configs.secret import write_secret
 from configs.shoal import IngressConfig, ModelConfig, ShoalConfig
-from engine.client import EngineClient, EngineRequest
+from engine.attempt import EngineRequest
+from engine.client import EngineClient
 from engine.models.resolve import resolve_model
 from engine.wire import SamplingParams
 

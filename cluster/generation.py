@@ -13,7 +13,7 @@ from typing import Self
 
 from cluster.postprocess import OutputDelta, Postprocessor, TextDecoder
 from cluster.preprocess import PreparedRequest
-from engine.client import EngineStream
+from engine.attempt import EngineStream
 from engine.errors import ShoalError
 from engine.wire import Finish
 

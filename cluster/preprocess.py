@@ -17,7 +17,7 @@ from cache.events import BlockKey
 from cache.keys import KeyRoot
 from cluster.postprocess import OutputRules
 from cluster.tokenizer import TemplateRefused, Tokenizer
-from engine.client import EngineRequest
+from engine.attempt import EngineRequest
 from engine.errors import RequestRejected, ShoalError
 from engine.wire import HelloReply, RejectCode, SamplingParams
 

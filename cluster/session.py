@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from cache.events import KeySet
 from cluster.routing.decision import Decision
 from cluster.routing.router import Router
-from engine.client import EngineClient, EngineRequest, EngineStream
+from engine.attempt import EngineRequest, EngineStream
+from engine.client import EngineClient
 from engine.errors import EngineLost
 from engine.wire import HelloReply, LoadReport
 from replicas.directory import EngineEntry, EngineState

@@ -1,8 +1,7 @@
 """An ingress's end of the wire: one asyncio client for one engine.
 
-Invariant: a stream yields each output token once and in order, or raises `EngineLost`; what other
-attempts or a dead incarnation send is dropped. Nothing here blocks the event loop, and nothing
-here imports torch.
+Invariant: what other attempts or a dead incarnation send reaches no stream, and every stream of a
+session ends with it. Nothing here blocks the event loop, and nothing here imports torch.
 """
 
 import asyncio
@@ -10,9 +9,6 @@ import contextlib
 import logging
 import math
 import secrets
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -21,28 +17,15 @@ import zmq
 
 from cache.events import KeySet
 from engine import wire
+from engine.attempt import EngineRequest, EngineStream
 from engine.errors import EngineLost, RequestRejected
 from engine.stream import Need, StreamFollower
-from engine.wire import RefuseCode, RejectCode, SamplingParams, TokenItem
+from engine.wire import RefuseCode, RejectCode
 
 logger = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 1.0
 _REPAIR_INTERVAL_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
-    """One choice of one request, as an ingress hands it to an engine."""
-
-    prompt_ids: Sequence[int]
-    sampling: SamplingParams
-    request_id: str = field(default_factory=lambda: secrets.token_hex(8))
-    attempt: int = 0
-    output_ids: Sequence[int] = ()
-    """What earlier attempts delivered."""
-    priority: int = 0
-    cache_domain: str = ""
 
 
 class EngineObserver(Protocol):
@@ -61,105 +44,6 @@ class EngineObserver(Protocol):
     def request_seen(self, number: int) -> None:
         """The engine has seen this client's requests up to `number`."""
         ...
-
-
-class EngineStream:
-    """The output of one attempt: iterate it for `TokenItem`s; the last one carries `finish`."""
-
-    def __init__(self, client: "EngineClient", request: EngineRequest, number: int = 0) -> None:
-        self.request_id = request.request_id
-        self.number = number
-        """Of the request in its session; see `EngineObserver.request_seen`."""
-        self.attempt = request.attempt
-        self.num_output_tokens = len(request.output_ids)
-        self._client = client
-        self._items: deque[TokenItem] = deque()
-        self._error: Exception | None = None
-        self._accepted = False
-        self._ended = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def __aiter__(self) -> AsyncIterator[TokenItem]:
-        return self
-
-    async def __anext__(self) -> TokenItem:
-        while not self._items:
-            if self._error is not None:
-                raise self._error
-            if self._ended:
-                raise StopAsyncIteration
-            await self._wait()
-        return self._items.popleft()
-
-    def abort(self) -> None:
-        """Ends the attempt here and in the engine. Harmless when it has ended."""
-        if not self._ended:
-            self._client._abort(self)
-            self._end()
-
-    async def accepted(self, timeout_s: float = 10.0) -> None:
-        """Returns when the engine has accepted the request.
-
-        Raises `RequestRejected` with the engine's code and message, or `EngineLost`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not self._accepted:
-                    if self._error is not None:
-                        raise self._error
-                    await self._wait()
-        except TimeoutError:
-            self.abort()
-            raise EngineLost(f"engine did not answer within {timeout_s:g} s") from None
-        except asyncio.CancelledError:
-            self.abort()
-            raise
-
-    async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def _accept(self) -> None:
-        self._accepted = True
-        self._wake()
-
-    def _put(self, item: TokenItem) -> None:
-        """Takes what is new of `item`. A hole means that output was lost on the way."""
-        skip = self.num_output_tokens - item.offset
-        if skip < 0:
-            self._fail(EngineLost(f"output of request {self.request_id} has a gap"))
-            self._client._abort(self)
-            return
-        if skip > 0:
-            logprobs = item.logprobs[skip:] if item.logprobs is not None else None
-            item = msgspec.structs.replace(
-                item,
-                offset=self.num_output_tokens,
-                token_ids=item.token_ids[skip:],
-                logprobs=logprobs,
-            )
-        if not item.token_ids and item.finish is None:
-            return
-        self.num_output_tokens += len(item.token_ids)
-        self._items.append(item)
-        if item.finish is not None:
-            self._end()
-        self._wake()
-
-    def _fail(self, error: Exception) -> None:
-        self._error = error
-        self._end()
-
-    def _end(self) -> None:
-        self._ended = True
-        self._client._streams.pop(self.request_id, None)
-        self._wake()
 
 
 class EngineClient:
@@ -300,9 +184,13 @@ class EngineClient:
     def _hello(self) -> wire.Hello:
         return wire.Hello(wire.WIRE_VERSION, self.ingress_id)
 
-    def _abort(self, stream: EngineStream) -> None:
+    def abort_stream(self, stream: EngineStream) -> None:
+        """For the stream's own use, as is the next one; `EngineStream.abort` is for callers."""
         if self.info is not None:
             self._send(wire.Abort(((stream.request_id, stream.attempt),)))
+
+    def forget_stream(self, stream: EngineStream) -> None:
+        self._streams.pop(stream.request_id, None)
 
     def _send(self, message: wire.Message) -> None:
         self._send_frame(wire.encode(message))
@@ -387,7 +275,7 @@ class EngineClient:
                 for item in items:
                     stream = self._streams.get(item.request_id)
                     if stream is not None and stream.attempt == item.attempt:
-                        stream._put(item)
+                        stream.put(item)
             case wire.Accepted() | wire.Rejected():
                 self._on_admission(message)
             case wire.HelloReply():
@@ -404,11 +292,11 @@ class EngineClient:
         if stream is None or stream.attempt != message.attempt:
             return
         if isinstance(message, wire.Accepted):
-            stream._accept()
+            stream.accept()
         elif message.code is RejectCode.STALE_INCARNATION:
-            stream._fail(EngineLost(message.message))
+            stream.fail(EngineLost(message.message))
         else:
-            stream._fail(RequestRejected(message.code, message.message))
+            stream.fail(RequestRejected(message.code, message.message))
 
     def _on_hello(self, reply: wire.HelloReply) -> None:
         if self._stream_endpoint != reply.stream_endpoint:
@@ -436,4 +324,4 @@ class EngineClient:
         self.follower = None
         self._greeted.clear()
         for stream in list(self._streams.values()):
-            stream._fail(EngineLost(reason))
+            stream.fail(EngineLost(reason))

@@ -128,7 +128,7 @@ class EngineCore:
         self._transport.wait(self._patience_s())
         now = time.monotonic()
         for item in self._transport.receive(now, self._hello):
-            self._handle(item, now)
+            self._handle(item)
         result = self._compute.take()
         events: list[TokenEvent] = []
         if result is not None:
@@ -220,14 +220,14 @@ class EngineCore:
 
     # ------------------------------------------------------------ messages
 
-    def _handle(self, item: Inbound, now: float) -> None:
+    def _handle(self, item: Inbound) -> None:
         if isinstance(item, Closed):
             self._on_closed(item)
             return
         session, message = item.session, item.message
         match message:
             case wire.AddRequest():
-                self._on_add(session, message, now)
+                self._on_add(session, message)
             case wire.Abort(requests=requests):
                 for request_id, attempt in requests:
                     self._abort((session.ingress_id, request_id), attempt)
@@ -247,10 +247,10 @@ class EngineCore:
         name = item.session.ingress_id
         logger.info("ingress %s: %s; %d requests aborted", name, item.reason, len(keys))
 
-    def _on_add(self, session: Session, message: wire.AddRequest, now: float) -> None:
+    def _on_add(self, session: Session, message: wire.AddRequest) -> None:
         identity = message.request_id, message.attempt
         try:
-            events = self._add(session, message, now)
+            events = self._add(session, message)
         except RequestRejected as error:
             self._transport.send(session, wire.Rejected(*identity, error.code, error.message))
         except Exception:
@@ -261,7 +261,7 @@ class EngineCore:
             self._transport.send(session, wire.Accepted(*identity))
             self._emit(events)
 
-    def _add(self, session: Session, message: wire.AddRequest, now: float) -> list[TokenEvent]:
+    def _add(self, session: Session, message: wire.AddRequest) -> list[TokenEvent]:
         if message.incarnation != self.incarnation:
             text = f"this engine is incarnation {self.incarnation}, not {message.incarnation}"
             raise RequestRejected(RejectCode.STALE_INCARNATION, text)
@@ -283,7 +283,6 @@ class EngineCore:
             ),
             end_token_ids=frozenset((*ends, *sampling.stop_token_ids)),
             priority=message.priority,
-            arrived_s=now,
         )
         events = self._scheduler.add(request)
         self._owners[key] = session

@@ -31,7 +31,6 @@ class RequestState:
     priority: int = 0
     ticket: int = 0
     """Order of arrival; kept over preemption."""
-    arrived_s: float = 0.0
     block_keys: list[BlockKey] = field(default_factory=list)
     run_id: int | None = None
     table: RequestBlocks | None = None

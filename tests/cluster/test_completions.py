@@ -219,7 +219,8 @@ def test_a_client_that_leaves_has_every_prompt_aborted(slow: Served) -> None:
     url = f"{slow.url}/v1/completions"
     for stream in (True, False):
         with httpx.stream("POST", url, json=body | {"stream": stream}) as reply:
-            next(reply.iter_raw())
+            pieces = reply.iter_raw()
+            next(pieces)
             slow.wait_running(4)
         slow.wait_idle(1.0)
 

@@ -173,7 +173,8 @@ def test_a_client_that_disconnects_has_its_request_aborted(server: Command, stre
     url = f"{server.url}/v1/chat/completions"
     with httpx.stream("POST", url, json=body, timeout=10) as reply:
         # An event, or a blank of a whole answer that takes its time.
-        next(reply.iter_raw())
+        pieces = reply.iter_raw()
+        next(pieces)
         assert server.load()["running"] == 1
     end_s = time.monotonic() + 3
     while (load := server.load())["running"] or load["used_blocks"]:

@@ -14,7 +14,8 @@ import pytest
 import zmq
 
 from engine import wire
-from engine.client import EngineClient, EngineRequest, EngineStream
+from engine.attempt import EngineRequest, EngineStream
+from engine.client import EngineClient
 from engine.core import EngineCore
 from engine.errors import EngineLost, RequestRejected
 from engine.executors.simulated import SimulatedExecutor
@@ -165,11 +166,11 @@ def test_output_that_overlaps_is_trimmed_and_a_hole_is_a_failure() -> None:
     async def use(client: EngineClient) -> None:
         stream = EngineStream(client, EngineRequest([1], SamplingParams(), request_id="x"))
         client._streams["x"] = stream
-        stream._put(wire.TokenItem("x", 0, 0, (10, 11)))
-        stream._put(wire.TokenItem("x", 0, 1, (11, 12)))
-        stream._put(wire.TokenItem("x", 0, 0, (10,)))
+        stream.put(wire.TokenItem("x", 0, 0, (10, 11)))
+        stream.put(wire.TokenItem("x", 0, 1, (11, 12)))
+        stream.put(wire.TokenItem("x", 0, 0, (10,)))
         assert [(await anext(stream)).token_ids for _ in range(2)] == [(10, 11), (12,)]
-        stream._put(wire.TokenItem("x", 0, 4, (14,)))
+        stream.put(wire.TokenItem("x", 0, 4, (14,)))
         with pytest.raises(EngineLost, match="gap"):
             await anext(stream)
 
