@@ -114,9 +114,11 @@ async def _measure(
 
             async def alternate(count: int) -> list[tuple[float, float]]:
                 pairs = []
+                connection = await _Connection.open(target.port)
                 for _ in range(count):
                     direct = await _engine_ttft_s(client, ids)
-                    pairs.append((direct, await _http_ttft_s(target.port, body)))
+                    pairs.append((direct, await connection.ttft_s(body)))
+                connection.writer.close()
                 return pairs
 
             await alternate(5)
@@ -158,25 +160,46 @@ async def _engine_ttft_s(client: EngineClient, ids: list[int]) -> float:
     return seconds
 
 
-async def _http_ttft_s(port: int, body: dict[str, Any]) -> float:
-    """From opening a connection until the first event with content."""
-    start_s = time.perf_counter()
-    reader, writer = await _post(port, body)
-    seconds = 0.0
-    async for line in reader:
-        if not seconds and b'"content"' in line:
-            seconds = time.perf_counter() - start_s
-    writer.close()
-    if not seconds:
-        raise RuntimeError("an answer without content")
-    return seconds
+class _Connection:
+    """One client's connection, kept over its requests, as HTTP clients do."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    @classmethod
+    async def open(cls, port: int) -> "_Connection":
+        return cls(*await asyncio.open_connection("127.0.0.1", port))
+
+    def post(self, body: dict[str, Any]) -> None:
+        payload = json.dumps(body).encode()
+        self.writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: shoal\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(payload) + payload
+        )
+
+    async def ttft_s(self, body: dict[str, Any]) -> float:
+        """From sending a request until its first event with content; reads the whole answer."""
+        start_s = time.perf_counter()
+        self.post(body)
+        seconds = 0.0
+        while (line := await self.reader.readline()) != b"0\r\n":
+            if not line:
+                raise RuntimeError("the answer was broken off")
+            if not seconds and b'"content"' in line:
+                seconds = time.perf_counter() - start_s
+        await self.reader.readline()
+        if not seconds:
+            raise RuntimeError("an answer without content")
+        return seconds
 
 
 async def _disconnect_ms(client: EngineClient, port: int, body: dict[str, Any]) -> float:
     """From closing the connection in the middle of an answer until the engine reports that no
     block is held."""
-    reader, writer = await _post(port, {**body, "max_tokens": 1000, "ignore_eos": True})
-    async for line in reader:
+    connection = await _Connection.open(port)
+    connection.post({**body, "max_tokens": 1000, "ignore_eos": True})
+    async for line in connection.reader:
         if b'"content"' in line:
             break
     follower = client.follower
@@ -184,23 +207,10 @@ async def _disconnect_ms(client: EngineClient, port: int, body: dict[str, Any]) 
     while follower.load is None or not follower.load.used_blocks:
         await asyncio.sleep(0.001)
     start_s = time.perf_counter()
-    writer.transport.abort()
+    connection.writer.transport.abort()
     while follower.load is None or follower.load.used_blocks:
         await asyncio.sleep(0.001)
     return (time.perf_counter() - start_s) * 1000
-
-
-async def _post(
-    port: int, body: dict[str, Any]
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection of its own, as a new client has."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    payload = json.dumps(body).encode()
-    writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: shoal\r\nConnection: close\r\n"
-        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(payload) + payload
-    )
-    return reader, writer
 
 
 async def _stages(port: int) -> dict[str, float]:
@@ -231,7 +241,8 @@ async def _measure_cpu(
         "ignore_eos": True,
     }
     before_s = _cpu_s(ingress_pid)
-    await asyncio.gather(*(_http_ttft_s(target.port, body) for _ in range(_CLIENTS)))
+    connections = [await _Connection.open(target.port) for _ in range(_CLIENTS)]
+    await asyncio.gather(*(connection.ttft_s(body) for connection in connections))
     spent_s = _cpu_s(ingress_pid) - before_s
     return {"ingress_cpu_us_per_token": spent_s / (_CLIENTS * _STREAM_TOKENS) * 1e6}
 

@@ -75,6 +75,10 @@ class LocalRay:
             RAY_USAGE_STATS_ENABLED="0",
             # Ray's name for "one node only": its servers then listen on loopback.
             RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
+            # Our code never blocks its event loop, so it can have Serve's: a loop of its own in
+            # another thread costs every streamed token a queue and a wake-up.
+            RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD="0",
+            RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP="0",
             # Ray runs its workers at nice 15, to spare the node's own daemons; here they serve.
             RAY_worker_niceness="0",
         )

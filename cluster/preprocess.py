@@ -22,6 +22,9 @@ from engine.errors import RequestRejected, ShoalError
 from engine.wire import HelloReply, RejectCode, SamplingParams
 
 _SEED_BITS = 63
+_INLINE_CHARS = 4096
+"""A prompt up to this length is tokenised in about a millisecond, no more than the way to another
+thread and back costs beside it; a longer one must not hold up the event loop."""
 
 
 class InvalidRequest(ShoalError):
@@ -86,8 +89,8 @@ class PreparedRequest:
 
 
 class Preprocessor:
-    """Renders and tokenises in a few threads of its own: the tokenizer releases the GIL, and a long
-    prompt never holds up the event loop."""
+    """Renders and tokenises, long prompts in a few threads of its own: the tokenizer releases the
+    GIL, and none of them holds up the event loop."""
 
     def __init__(self, tokenizer: Tokenizer, num_threads: int = 2) -> None:
         self._tokenizer = tokenizer
@@ -109,10 +112,13 @@ class Preprocessor:
         _check_tokens("logit_bias", request.sampling.logit_bias, limits.vocab_size)
         if isinstance(request.prompt, TokenPrompt):
             _check_tokens("prompt", request.prompt.ids, limits.vocab_size)
-        loop = asyncio.get_running_loop()
-        prompt_ids, keys = await loop.run_in_executor(
-            self._threads, self._tokenise, request.prompt, root
-        )
+        if _size(request.prompt) <= _INLINE_CHARS:
+            prompt_ids, keys = self._tokenise(request.prompt, root)
+        else:
+            loop = asyncio.get_running_loop()
+            prompt_ids, keys = await loop.run_in_executor(
+                self._threads, self._tokenise, request.prompt, root
+            )
         max_tokens = _max_tokens(len(prompt_ids), request.max_tokens, limits.max_model_len)
         if request.sampling.min_tokens > max_tokens:
             raise InvalidRequest(
@@ -154,6 +160,14 @@ class Preprocessor:
         if not ids:
             raise InvalidRequest("prompt", "the prompt has no tokens")
         return ids, tuple(root.keys(ids)) if root is not None else ()
+
+
+def _size(prompt: Prompt) -> int:
+    if isinstance(prompt, str):
+        return len(prompt)
+    if isinstance(prompt, TokenPrompt):
+        return len(prompt.ids)
+    return sum(len(message["content"]) for message in prompt)
 
 
 def _max_tokens(num_prompt_tokens: int, asked: int | None, max_model_len: int) -> int:

@@ -146,8 +146,7 @@ class EngineCore:
         """How long nothing needs to be done unless something arrives."""
         if self._transport.has_unsent:
             return _UNSENT_RETRY_S
-        due_s = self._reported_s + self.config.transport.load_report_interval_s
-        return max(0.0, due_s - time.monotonic())
+        return max(0.0, self._report_due_s() - time.monotonic())
 
     def _commit(self, result: StepResult, now: float) -> list[TokenEvent]:
         assert self._plan is not None
@@ -184,20 +183,16 @@ class EngineCore:
     def _publish(self, now: float) -> None:
         if cache_events := self._scheduler.cache.drain_events():
             self._transport.publish(self._stream.append(to_delta(cache_events)))
-        if self._needs_report(now):
+        if now >= self._report_due_s():
             self._reported_s, self._reported_idle = now, self.is_idle
             self._transport.publish(self._stream.append(self._load_report(now)))
 
-    def _needs_report(self, now: float) -> bool:
-        """At the usual interval; sooner once all work is done, lest a router takes an idle engine
-        for a busy one."""
-        age_s = now - self._reported_s
-        has_become_idle = self.is_idle and not self._reported_idle
-        return age_s >= (
-            _MIN_REPORT_INTERVAL_S
-            if has_become_idle
-            else self.config.transport.load_report_interval_s
-        )
+    def _report_due_s(self) -> float:
+        """After the usual interval; sooner once all work is done, lest a router takes an idle
+        engine for a busy one."""
+        if self.is_idle and not self._reported_idle:
+            return self._reported_s + _MIN_REPORT_INTERVAL_S
+        return self._reported_s + self.config.transport.load_report_interval_s
 
     def _load_report(self, now: float) -> wire.LoadReport:
         scheduler, meter = self._scheduler, self._meter

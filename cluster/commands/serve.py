@@ -146,7 +146,7 @@ def _configuration(
     try:
         if config_name is not None:
             if given:
-                raise click.UsageError(f"with CONFIG, {given[0]} belongs into it")
+                raise click.UsageError(f"with CONFIG, {given[0]} belongs in it")
             config = load(config_name)
         else:
             engine = engine_config(**options)
