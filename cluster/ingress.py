@@ -152,6 +152,7 @@ class Ingress:
                 "detail": entry.detail,
                 "pid": entry.pid,
                 "restarts": entry.restarts,
+                "last_error": entry.last_error,
                 **self._load_fields(model, entry.core_id),
             }
             for entry in view.engines

@@ -79,6 +79,9 @@ class LocalRay:
             # another thread costs every streamed token a queue and a wake-up.
             RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD="0",
             RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP="0",
+            # A replica that is to end first waits this long for load balancers to notice, 30 s
+            # by default; here there is one, and it is told at once.
+            RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S="1",
             # Ray runs its workers at nice 15, to spare the node's own daemons; here they serve.
             RAY_worker_niceness="0",
         )

@@ -34,6 +34,8 @@ class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pid: int = 0
     node: str = ""
     restarts: int = 0
+    last_error: str = ""
+    """Why the core before this one ended."""
 
     @property
     def core_id(self) -> str:

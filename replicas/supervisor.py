@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -100,7 +101,11 @@ class EngineSupervisor:
             reason = await self._run_core()
             has_served = self._entry.state is not EngineState.LOADING
             logger.error("engine of %s: %s", self._model.name, reason)
-            await self._change(EngineState.FAILED, reason, endpoint="", pid=0)
+            if self._entry.state is EngineState.STALLED and self._entry.pid:
+                # It hears nothing, Ray's own kill included. It is on this node: STRICT_PACK.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._entry.pid, signal.SIGKILL)
+            await self._change(EngineState.FAILED, reason, endpoint="", pid=0, last_error=reason)
             await self._stop_core()
             if not self._budget.take(time.monotonic()):
                 self._exhausted = reason
@@ -110,8 +115,7 @@ class EngineSupervisor:
             else:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-            detail = f"starts again: {reason}"
-            await self._change(EngineState.LOADING, detail, restarts=self._entry.restarts + 1)
+            await self._change(EngineState.LOADING, restarts=self._entry.restarts + 1)
 
     async def _run_core(self) -> str:
         """Starts a core and watches it until it ends: why."""
@@ -153,10 +157,12 @@ class EngineSupervisor:
         supervision = self._model.supervision
         end_s = time.monotonic() + supervision.start_timeout_s
         while True:
-            progress: EngineProgress = await self._ask("progress", ended, supervision.stall_s)
+            # Its process takes seconds to be there, and native code may keep it from answering.
+            patience_s = max(supervision.stall_s, end_s - time.monotonic())
+            progress: EngineProgress = await self._ask("progress", ended, patience_s)
             if progress.error is not None:
                 raise CoreEnded(progress.error)
-            phase = progress.phases[-1][0] if progress.phases else self._entry.detail
+            phase = progress.phases[-1][0] if progress.phases else "process"
             if progress.is_ready:
                 assert self._folder is not None
                 endpoint = endpoint_in(self._folder)

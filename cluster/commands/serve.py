@@ -252,7 +252,8 @@ def _await_ready(cluster: "Cluster", phases: Phases, interrupts: Interrupts) -> 
 
 
 def _failure(name: str, report: dict[str, Any]) -> str:
-    details = {engine["detail"] for engine in report["engines"] if engine["detail"]}
+    texts = [engine["last_error"] or engine["detail"] for engine in report["engines"]]
+    details = {text for text in texts if text}
     return f"{name}: {', '.join(sorted(details)) or report['detail'] or report['state']}"
 
 

@@ -51,7 +51,7 @@ def _rows(name: str, model: dict[str, Any]) -> list[tuple[str, ...]]:
             str(engine.get("waiting", "-")),
             f"{engine['used_blocks']}/{engine['num_blocks']}" if "num_blocks" in engine else "-",
             str(engine["restarts"]),
-            engine["detail"] or model["detail"],
+            engine["detail"] or engine["last_error"] or model["detail"],
         )
         for engine in engines
     ]

@@ -33,7 +33,7 @@ models:
       executor: simulated
       cache: {{num_blocks: 4096}}
       simulation: {{vocab_size: 49152, max_model_len: 8192, step_s: 5ms, token_s: 0.3ms}}
-    supervision: {{poll_interval_s: 200ms}}
+    supervision: {{poll_interval_s: 200ms, stall_s: 2s}}
   - name: bad
     engine: {{model: /no/such/folder}}
 ingress: {{port: {port}, replicas: 2}}
@@ -43,11 +43,11 @@ THIRD = """
   - name: third
     engine:
       executor: simulated
-      cache: {{num_blocks: 256}}
-      simulation: {{vocab_size: 49152, max_model_len: 8192}}
+      cache: {{num_blocks: 1024}}
+      simulation: {{vocab_size: 49152, max_model_len: 8192, step_s: 10ms}}
 """
 
-ADD_MODELS = """
+START_MODEL = """
 import sys
 from pathlib import Path
 import ray
@@ -57,7 +57,7 @@ from cluster.launch import Cluster
 ray.init(address=sys.argv[2], log_to_driver=False, logging_level="ERROR")
 folder = Path(sys.argv[3])
 config = load(sys.argv[1]).model_copy(update={"cluster_secret_file": str(folder / "secret")})
-Cluster(config, folder / "engine").start_engines(["third"])
+Cluster(config, folder / "engine").start_engines([sys.argv[4]])
 """
 
 
@@ -277,29 +277,70 @@ def test_a_killed_supervisor_is_replaced_with_its_engine(running: Running) -> No
     assert len(set(running.engines()) & set(before)) == 1
 
 
+def test_a_hung_engine_is_taken_out_and_replaced(running: Running) -> None:
+    victim = next(iter(running.engines().values()))
+    os.kill(victim["pid"], signal.SIGSTOP)
+    running.wait(lambda: running.engines()[victim["id"]]["restarts"] == victim["restarts"] + 1, 20)
+    running.wait_all_ready()
+    assert running.ask().status_code == 200
+    assert not Path(f"/proc/{victim['pid']}").exists()
+
+
 def test_a_model_added_under_load_leaves_the_others_alone(running: Running) -> None:
     before = {name: engine["pid"] for name, engine in running.engines().items()}
     running.config.write_text(
         running.config.read_text().replace("ingress:", THIRD.format() + "ingress:", 1)
     )
+    with under_load(running) as statuses:
+        start_model(running, "third")
+        running.wait(lambda: running.ask(model="third").status_code == 200)
+        assert set(statuses) == {200}
+    assert {name: engine["pid"] for name, engine in running.engines().items()} == before
+
+
+def test_a_replica_that_is_no_longer_wanted_finishes_its_streams(running: Running) -> None:
+    body = {
+        "model": "third",
+        "messages": [{"role": "user", "content": "Hello"}],
+        "stream": True,
+        "max_tokens": 2000,
+        "ignore_eos": True,
+    }
+    texts: list[str] = []
+
+    def read() -> None:
+        url = f"{running.url}/v1/chat/completions"
+        with httpx.stream("POST", url, json=body, timeout=60) as reply:
+            texts.append(reply.read().decode())
+
+    text = running.config.read_text()
+    running.config.write_text(text.replace("name: third", "name: third\n    replicas: 2"))
+    start_model(running, "third")
+    running.wait(lambda: sum("running" in e for e in running.engines("third").values()) == 2)
+    readers = [threading.Thread(target=read) for _ in range(6)]
+    for reader in readers:
+        reader.start()
+    running.wait(lambda: sum(e["running"] for e in running.engines("third").values()) == 6)
+    running.config.write_text(text)
+    start_model(running, "third")
+    running.wait(lambda: any(e["state"] == "draining" for e in running.engines("third").values()))
+    for reader in readers:
+        reader.join()
+    assert all(text.endswith("data: [DONE]\n\n") for text in texts)
+    assert all(text.count('"content"') > 1500 for text in texts)
+    running.wait(lambda: len(running.engines("third")) == 1)
+
+
+def start_model(running: Running, name: str) -> None:
+    """Starts or changes one model's application, as an operator would from elsewhere."""
     folder = running.folder
-    address = running.gcs_address()
     environment = {
         **os.environ,
         "RAY_AUTH_TOKEN_PATH": f"{folder}/token",
         "RAY_AUTH_MODE": "token",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     }
-    with under_load(running) as statuses:
-        subprocess.run(
-            [
-                *(sys.executable, "-c", ADD_MODELS),
-                *(str(running.config), address, str(folder)),
-            ],
-            env=environment,
-            check=True,
-            timeout=60,
-        )
-        running.wait(lambda: running.ask(model="third").status_code == 200)
-        assert set(statuses) == {200}
-    assert {name: engine["pid"] for name, engine in running.engines().items()} == before
+    arguments = [str(running.config), running.gcs_address(), str(folder), name]
+    subprocess.run(
+        [sys.executable, "-c", START_MODEL, *arguments], env=environment, check=True, timeout=60
+    )
