@@ -269,7 +269,7 @@ def test_a_client_that_leaves_before_its_whole_answer_has_it_aborted(slow: Serve
     with httpx.stream("POST", f"{slow.url}/v1/chat/completions", json=body) as reply:
         # A slow answer begins with blanks, by which a proxy notices that its client has left.
         blanks = reply.iter_raw()
-        assert [next(blanks), next(blanks)] == [b" ", b" "]
+        assert set(next(blanks) + next(blanks)) == set(b" ")
         slow.wait_running(1)
     slow.wait_idle(1.0)
 
