@@ -11,7 +11,7 @@ reports travel on one ordered publish stream of `StreamFrame`s, repaired by `Rep
 """
 
 from enum import StrEnum
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -322,7 +322,6 @@ ToEngine: TypeAlias = (
 ToIngress: TypeAlias = (
     HelloReply | Refused | Accepted | Rejected | TokenBatch | Replay | SnapshotChunk
 )
-M = TypeVar("M")
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _REPORT_INTERVAL_S = 1.0
 _STOP_TIMEOUT_S = 10.0
 _SUPERVISOR_CPUS = 0.01
+_ACCELERATOR_SHARE = 0.001
 _FIRST_PAUSE_S = 1.0
 _MAX_PAUSE_S = 30.0
 
@@ -278,6 +279,7 @@ def engine_application(model: ModelConfig, socket_root: Path) -> Any:
         ray_actor_options={"num_cpus": _SUPERVISOR_CPUS},
         placement_group_bundles=_bundles(model.placement),
         placement_group_strategy="STRICT_PACK",
+        **_node_selector(model.placement),
         max_ongoing_requests=100,
         health_check_period_s=2.0,
         health_check_timeout_s=30.0,
@@ -288,7 +290,17 @@ def engine_application(model: ModelConfig, socket_root: Path) -> Any:
 
 def _bundles(placement: PlacementConfig) -> list[dict[str, float]]:
     engine = {"CPU": placement.num_cpus, "GPU": placement.num_gpus}
+    if placement.accelerator_type is not None:
+        # Ray's own way to ask for a kind: every node that has it offers one of this resource.
+        engine[f"accelerator_type:{placement.accelerator_type}"] = _ACCELERATOR_SHARE
     return [
         {"CPU": _SUPERVISOR_CPUS},
         {kind: amount for kind, amount in engine.items() if amount > 0},
     ]
+
+
+def _node_selector(placement: PlacementConfig) -> dict[str, Any]:
+    """Labels that the engine's node must carry; its supervisor is packed beside it."""
+    if not placement.node_labels:
+        return {}
+    return {"placement_group_bundle_label_selector": [{}, dict(placement.node_labels)]}

@@ -97,10 +97,6 @@ def fingerprint(folder: Path, traits: ModelTraits) -> str:
     return digest.hexdigest()
 
 
-def weight_files_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-
-
 def _number(config: Any, name: str) -> int:
     value = getattr(config, name, None)
     if not isinstance(value, int) or value < 1:

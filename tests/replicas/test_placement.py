@@ -1,0 +1,36 @@
+"""What a model's placement asks of Ray."""
+
+from pathlib import Path
+
+from configs.shoal import ModelConfig, PlacementConfig
+from replicas.supervisor import engine_application
+
+
+def options_of(placement: PlacementConfig) -> dict[str, object]:
+    model = ModelConfig(name="m", placement=placement)
+    deployment = engine_application(model, Path("/nowhere"))._bound_deployment
+    config = deployment._replica_config
+    return {
+        "bundles": config.placement_group_bundles,
+        "selector": config.placement_group_bundle_label_selector,
+        "strategy": config.placement_group_strategy,
+    }
+
+
+def test_an_engine_has_a_bundle_of_its_own_beside_its_supervisor() -> None:
+    options = options_of(PlacementConfig(num_cpus=3.0))
+    assert options["strategy"] == "STRICT_PACK"
+    assert options["bundles"] == [{"CPU": 0.01}, {"CPU": 3.0}]
+    assert not options["selector"]
+
+
+def test_gpus_their_kind_and_node_labels_are_asked_for() -> None:
+    placement = PlacementConfig(
+        num_gpus=1.0, num_cpus=2.0, accelerator_type="H100", node_labels={"pool": "big"}
+    )
+    options = options_of(placement)
+    assert options["bundles"] == [
+        {"CPU": 0.01},
+        {"CPU": 2.0, "GPU": 1.0, "accelerator_type:H100": 0.001},
+    ]
+    assert options["selector"] == [{}, {"pool": "big"}]
