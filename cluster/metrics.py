@@ -21,10 +21,16 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 class IngressMetrics:
     """Counters and histograms of one ingress, and the engines' last reports."""
 
-    def __init__(self, loads: Callable[[], Iterable[tuple[str, str, LoadReport]]]) -> None:
-        """`loads` yields (model, engine, report) of every engine with a session."""
+    def __init__(
+        self,
+        loads: Callable[[], Iterable[tuple[str, str, LoadReport]]],
+        held: Callable[[], Iterable[tuple[str, int]]],
+    ) -> None:
+        """`loads` yields (model, engine, report) of every engine with a session; `held` yields
+        (model, requests that wait for an engine to come)."""
         self._registry = CollectorRegistry()
         self._registry.register(_EngineLoads(loads))
+        self._registry.register(_Held(held))
         self._requests = Counter(
             "shoal_requests", "Requests by status.", ("model", "status"), registry=self._registry
         )
@@ -92,3 +98,17 @@ class _EngineLoads(Collector):
             for model, engine, report in loads:
                 family.add_metric((model, engine), getattr(report, name))
             yield family
+
+
+class _Held(Collector):
+    """Requests that wait here because their model has no engine yet."""
+
+    def __init__(self, held: Callable[[], Iterable[tuple[str, int]]]) -> None:
+        self._held = held
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Requests that wait for an engine of their model to be ready."
+        family = GaugeMetricFamily("shoal_held_requests", text, labels=("model",))
+        for model, count in self._held():
+            family.add_metric((model,), count)
+        yield family

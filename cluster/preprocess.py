@@ -93,7 +93,7 @@ class Preprocessor:
     GIL, and none of them holds up the event loop."""
 
     def __init__(self, tokenizer: Tokenizer, num_threads: int = 2) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="preprocess")
 
     def close(self) -> None:
@@ -148,15 +148,15 @@ class Preprocessor:
     ) -> tuple[Sequence[int], tuple[BlockKey, ...]]:
         ids: Sequence[int]
         if isinstance(prompt, str):
-            ids = self._tokenizer.encode(prompt, add_special_tokens=True)
+            ids = self.tokenizer.encode(prompt, add_special_tokens=True)
         elif isinstance(prompt, TokenPrompt):
             ids = prompt.ids
         else:
             try:
-                text = self._tokenizer.render_chat(prompt)
+                text = self.tokenizer.render_chat(prompt)
             except TemplateRefused as error:
                 raise InvalidRequest("messages", str(error)) from error
-            ids = self._tokenizer.encode(text, add_special_tokens=False)
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
         if not ids:
             raise InvalidRequest("prompt", "the prompt has no tokens")
         return ids, tuple(root.keys(ids)) if root is not None else ()

@@ -6,9 +6,10 @@ takes the engine's blocks and bookings out of the router at once.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cache.events import KeySet
+from cluster.identity import IngressIdentity
 from cluster.routing.decision import Decision
 from cluster.routing.router import Router
 from engine.attempt import EngineRequest, EngineStream
@@ -27,14 +28,22 @@ _ACCEPT_TIMEOUT_S = 5.0
 class EngineSession:
     """`open` it, `start` requests on it, and `close` it."""
 
-    def __init__(self, entry: EngineEntry, router: Router, ingress_id: str) -> None:
+    def __init__(
+        self,
+        entry: EngineEntry,
+        router: Router,
+        identity: IngressIdentity,
+        on_change: Callable[[], None],
+    ) -> None:
+        """`on_change` is called when a session has begun or ended."""
         self.entry = entry
         self.core_id = entry.core_id
         self.info: HelloReply | None = None
         """What the engine says of itself; None while there is no session."""
         self.load: LoadReport | None = None
         self._router = router
-        self._ingress_id = ingress_id
+        self._identity = identity
+        self._on_change = on_change
         self._client: EngineClient | None = None
         self._connecting: asyncio.Task[None] | None = None
 
@@ -51,12 +60,12 @@ class EngineSession:
     def update(self, entry: EngineEntry) -> None:
         """Takes over its state: a draining engine goes on with what it has, and gets no more."""
         self.entry = entry
-        if self.info is not None:
-            self._router.set_routable(self.core_id, self._is_routable)
+        self._update_router()
 
-    @property
-    def _is_routable(self) -> bool:
-        return self.entry.state is EngineState.READY
+    def _update_router(self) -> None:
+        if self.info is not None:
+            is_routable = self.entry.state is EngineState.READY and self._client is not None
+            self._router.set_routable(self.core_id, is_routable)
 
     async def start(
         self, requests: Sequence[EngineRequest], decision: Decision
@@ -83,14 +92,23 @@ class EngineSession:
 
     async def _connect(self) -> None:
         """Until the first session; after that the client itself says hello again when needed."""
+        said = ""
         while True:
             try:
                 self._client = await EngineClient.connect(
-                    self.entry.endpoint, self._ingress_id, _CONNECT_TIMEOUT_S, observer=self
+                    self.entry.endpoint,
+                    self._identity.ingress_id,
+                    _CONNECT_TIMEOUT_S,
+                    observer=self,
+                    keys=self._identity.curve,
                 )
+                self._update_router()
+                self._on_change()
                 return
             except EngineLost as error:
-                logger.warning("%s; trying again", error)
+                if (text := str(error)) != said:
+                    logger.warning("%s; trying again", text)
+                    said = text
                 await asyncio.sleep(_RETRY_S)
 
     # ------------------------------------------------------------ engine.client.EngineObserver
@@ -98,14 +116,16 @@ class EngineSession:
     def session_opened(self, info: HelloReply) -> KeySet:
         self._router.remove_replica(self.core_id)
         keys = self._router.add_replica(self.core_id, info.block_size)
-        self._router.set_routable(self.core_id, self._is_routable)
         self.info = info
+        self._update_router()
+        self._on_change()
         return keys
 
     def session_lost(self, reason: str) -> None:
         logger.warning("engine %s: %s", self.core_id, reason)
         self.info = self.load = None
         self._router.remove_replica(self.core_id)
+        self._on_change()
 
     def load_reported(self, report: LoadReport) -> None:
         self.load = report

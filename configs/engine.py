@@ -45,7 +45,8 @@ class TransportConfig(Section):
 
     listen: str = restart(
         "tcp://127.0.0.1:*",
-        "Where the request socket binds: ipc://PATH, or tcp://ADDRESS:PORT ('*': any free port).",
+        "Where the request socket binds: ipc://PATH, or tcp://ADDRESS:PORT ('*': any free port); "
+        "beyond loopback only with cluster_secret_file, and encrypted.",
         pattern=r"^(ipc|tcp)://.+",
         max_length=256,
     )
@@ -114,15 +115,18 @@ class EngineConfig(Section):
         "auto", "Weights and KV; 'auto' is the checkpoint's own."
     )
     threads: Annotated[int, Field(ge=1, le=1024)] | None = restart(
-        None, "CPU threads of the engine; none: the cores this process may use."
+        None,
+        "CPU threads of the engine; none: under `shoal serve` an equal share of the cores, on a "
+        "cluster placement.num_cpus.",
     )
     max_model_len: Annotated[int, Field(ge=1, le=1 << 30)] | None = restart(
         None, "Longest prompt plus output; none: what the model and the KV memory allow."
     )
     cluster_secret_file: str | None = restart(
         None,
-        "File of 32 or more random bytes, mode 0600, that keys the prefix hash; "
-        "none: a fresh random key for each engine start.",
+        "File of 32 or more random bytes, mode 0600, that keys the prefix hash and connections "
+        "over tcp; none: a fresh random key for each engine start, and no connections but local "
+        "ones.",
         min_length=1,
         max_length=4096,
     )

@@ -1,6 +1,7 @@
 """The cluster secret: a file that only its owner may read. It is never in a tree or an argument."""
 
 import secrets
+from hashlib import blake2b
 from pathlib import Path
 
 _MIN_BYTES = 32
@@ -26,6 +27,16 @@ def read_secret(path: str | Path) -> bytes:
             f"cluster_secret_file {path} has {len(secret)} bytes; at least {_MIN_BYTES} are needed"
         )
     return secret
+
+
+def derive_key(secret: bytes, purpose: str) -> bytes:
+    """32 bytes for one `purpose` (1 to 16 ASCII characters). None of them tells of the secret or of
+    another purpose's, and none is a block key: BLAKE2b (RFC 7693) keyed with the secret, the
+    purpose as its personalisation, which block keys leave empty. `secret` is 16 to 64 bytes."""
+    person = purpose.encode("ascii")
+    if not 1 <= len(person) <= blake2b.PERSON_SIZE:
+        raise ValueError(f"a purpose has 1 to {blake2b.PERSON_SIZE} characters: {purpose!r}")
+    return blake2b(digest_size=32, key=secret, person=person).digest()
 
 
 def write_secret(path: Path) -> None:

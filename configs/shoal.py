@@ -88,15 +88,61 @@ class SupervisionConfig(Section):
     )
 
 
+class AutoscalingConfig(Section):
+    """When engines are added to a model and taken away."""
+
+    max_replicas: Annotated[int, Field(ge=1, le=1000)] | None = live(
+        None, "Most engines of the model; none: always `replicas`, which is the least otherwise."
+    )
+    up_queued_requests: float = live(
+        4.0, "Waiting requests an engine above which more engines are added.", gt=0, le=1e6
+    )
+    up_backlog_s: Duration = live(
+        5.0,
+        "Seconds of prefill waiting on each engine, at the measured rate, above which more engines "
+        "are added.",
+        gt=0,
+        le=86400,
+    )
+    up_delay_s: Duration = live(
+        1.0, "How long one of the two must be exceeded first.", ge=0, le=86400
+    )
+    down_utilisation: float = live(
+        0.5,
+        "An engine is removed when the queues are short and the others would be used less than "
+        "this: the largest of running sequences, KV blocks and token budget, each of its limit.",
+        gt=0,
+        lt=1,
+    )
+    down_delay_s: Duration = live(60.0, "How long that must hold first.", ge=0, le=86400)
+    warmup_s: Duration = live(
+        120.0,
+        "Longest time that a growth waits for the engines it asked for before it asks for more.",
+        ge=0,
+        le=86400,
+    )
+
+
 class ModelConfig(Section):
     """One model as clients see it: its names, its replicas, and the engine of each."""
 
     name: ModelName = restart(..., "The model as clients call it; unique.")
     aliases: list[ModelName] = live([], "More names of it; unique over all models.", max_length=64)
-    replicas: int = live(1, "Engines that serve it.", ge=1, le=1000)
+    replicas: int = live(
+        1, "Engines that serve it; with autoscaling.max_replicas the least of them.", ge=1, le=1000
+    )
     engine: EngineConfig = Field(default_factory=EngineConfig)
     placement: PlacementConfig = Field(default_factory=PlacementConfig)
     supervision: SupervisionConfig = Field(default_factory=SupervisionConfig)
+    autoscaling: AutoscalingConfig = Field(default_factory=AutoscalingConfig)
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> Self:
+        most = self.autoscaling.max_replicas
+        if most is not None and most < self.replicas:
+            message = f"max_replicas is less than replicas, which is {self.replicas}"
+            raise _error(message, most, "autoscaling", "max_replicas")
+        return self
 
 
 class IngressConfig(Section):
@@ -113,15 +159,27 @@ class IngressConfig(Section):
     max_body_bytes: ByteSize = live(
         8 << 20, "Largest request body accepted.", ge=1 << 10, le=1 << 30
     )
+    hold_s: Duration = live(
+        120.0,
+        "Longest time a request waits for an engine of its model that is on its way; then 503.",
+        ge=0,
+        le=3600,
+    )
+    max_held: int = live(
+        1024,
+        "Requests of one model that may wait so in one ingress; beyond it 503.",
+        ge=0,
+        le=65536,
+    )
     keep_alive_s: Duration = live(
         15.0, "Silence on a stream after which a comment is sent to keep it open.", ge=0.1, le=3600
     )
     proxy: Literal["auto", "haproxy", "python"] = restart(
         "auto",
-        "What accepts connections. haproxy: Ray Serve's HAProxy (on a cluster that `shoal serve` "
-        "did not start, its metrics and statistics ports are open on all interfaces: close them "
-        "from outside); python: Ray Serve's own proxy, which is slower; auto: HAProxy where it "
-        "can run.",
+        "What accepts connections under `shoal serve` and the chart. haproxy: Ray Serve's HAProxy "
+        "(on a cluster that `shoal serve` did not start, its metrics and statistics ports are open "
+        "on all interfaces: close them from outside); python: Ray Serve's own proxy, which is "
+        "slower; auto: HAProxy where it can run. Elsewhere the environment of the cluster decides.",
     )
 
 

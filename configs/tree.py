@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from configs.section import Change, Section
-from configs.shoal import ShoalConfig
+from configs.shoal import ModelConfig, ShoalConfig
 from configs.units import Unit
 
 
@@ -108,3 +108,31 @@ def diff(old: ShoalConfig, new: ShoalConfig) -> list[FieldChange]:
         if path in old_flat and old_flat[path][0] != value
     ]
     return changes
+
+
+def part(section: Section, change: Change) -> dict[str, Any]:
+    """The fields of `section` with this mark, as JSON of the same shape; a part of it that has none
+    is left out. `joined` puts the two parts together again."""
+    dumped = section.model_dump(mode="json")
+    parts: dict[str, Any] = {}
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            if below := part(value, change):
+                parts[name] = below
+        elif Leaf(name, type(section), name, info).change == change:
+            parts[name] = dumped[name]
+    return parts
+
+
+def joined(identity: dict[str, Any], live: dict[str, Any]) -> ModelConfig:
+    """The model of which these are the two parts; what neither has is at its default."""
+    return ModelConfig.model_validate(_merged(identity, live))
+
+
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    both = {**one, **other}
+    for name in one.keys() & other.keys():
+        if isinstance(one[name], dict) and isinstance(other[name], dict):
+            both[name] = _merged(one[name], other[name])
+    return both

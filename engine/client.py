@@ -6,9 +6,11 @@ session ends with it. Nothing here blocks the event loop, and nothing here impor
 
 import asyncio
 import contextlib
+import errno
 import logging
 import math
 import secrets
+import struct
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -18,6 +20,7 @@ import zmq
 from cache.events import KeySet
 from engine import wire
 from engine.attempt import EngineRequest, EngineStream
+from engine.curve import CurveKeys, connect, is_curve, transport_address
 from engine.errors import EngineLost, RequestRejected
 from engine.stream import Need, StreamFollower
 from engine.wire import RefuseCode, RejectCode
@@ -26,6 +29,13 @@ logger = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 1.0
 _REPAIR_INTERVAL_S = 1.0
+_MONITOR_EVENT = struct.Struct("=HI")
+"""First frame of a monitor's message: event and value."""
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 
 
 class EngineObserver(Protocol):
@@ -50,9 +60,14 @@ class EngineClient:
     """A session with one engine. Use `connect`, then `add` for each request."""
 
     def __init__(
-        self, endpoint: str, ingress_id: str, observer: EngineObserver | None = None
+        self,
+        endpoint: str,
+        ingress_id: str,
+        observer: EngineObserver | None = None,
+        keys: CurveKeys | None = None,
     ) -> None:
         self._observer = observer
+        self._keys = keys
         self.endpoint = endpoint
         self.ingress_id = ingress_id
         self.info: wire.HelloReply | None = None
@@ -62,14 +77,17 @@ class EngineClient:
         self._streams: dict[str, EngineStream] = {}
         self._number = 0
         self._heard_s = 0.0
-        self._greeted = asyncio.Event()
+        self._answered = asyncio.Event()
+        """Set once the engine has greeted, or cannot be expected to."""
         self._refusal = ""
         self._repair_sent_s = 0.0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._requests = self._socket(zmq.DEALER)
         self._requests.setsockopt(zmq.ROUTING_ID, ingress_id.encode())
         # A connection that breaks tells of a dead engine long before its silence does.
-        self._monitor = self._requests.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._requests.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
+        )
         self._stream = self._socket(zmq.SUB)
         self._stream.subscribe(b"")
         self._stream_endpoint = ""
@@ -89,23 +107,30 @@ class EngineClient:
         ingress_id: str | None = None,
         timeout_s: float = 10.0,
         observer: EngineObserver | None = None,
+        keys: CurveKeys | None = None,
     ) -> Self:
-        """Opens a session. Raises `EngineLost` if the engine does not answer in `timeout_s`, or
-        refuses (its reason in the text)."""
-        client = cls(endpoint, ingress_id or f"client-{secrets.token_hex(6)}", observer)
-        client._requests.connect(endpoint)
+        """Opens a session; `keys` are for an endpoint that asks for them (`engine/curve.py`).
+
+        Raises `EngineLost` if the engine does not answer in `timeout_s`, refuses, or cannot be
+        spoken to safely (why is in the text)."""
+        client = cls(endpoint, ingress_id or f"client-{secrets.token_hex(6)}", observer, keys)
         loop = asyncio.get_running_loop()
+        try:
+            connect(client._requests, endpoint, keys)
+        except EngineLost as error:
+            await client.close()
+            raise EngineLost(f"no session with engine at {endpoint}: {error}") from None
         loop.add_reader(client._requests.FD, client._drain)
         loop.add_reader(client._stream.FD, client._drain)
         loop.add_reader(client._monitor.FD, client._drain)
         client._heard_s = loop.time()
         client._send(client._hello())
-        try:
-            await asyncio.wait_for(client._greeted.wait(), timeout_s)
-        except TimeoutError:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(client._answered.wait(), timeout_s)
+        if client.info is None:
             await client.close()
             reason = client._refusal or f"no answer within {timeout_s:g} s"
-            raise EngineLost(f"no session with engine at {endpoint}: {reason}") from None
+            raise EngineLost(f"no session with engine at {endpoint}: {reason}")
         client._tasks.append(asyncio.create_task(client._keep_alive()))
         return client
 
@@ -240,11 +265,11 @@ class EngineClient:
         for socket, handle in (
             (self._requests, self._on_reply),
             (self._stream, self._on_frame),
-            (self._monitor, self._on_disconnected),
+            (self._monitor, self._on_connection),
         ):
             while True:
                 try:
-                    frame = socket.recv_multipart(zmq.NOBLOCK)[-1]
+                    frame = socket.recv_multipart(zmq.NOBLOCK)[0]
                 except zmq.Again:
                     break
                 self._heard_s = asyncio.get_running_loop().time()
@@ -253,9 +278,31 @@ class EngineClient:
                 except msgspec.DecodeError:
                     logger.exception("unreadable message from engine at %s", self.endpoint)
 
-    def _on_disconnected(self, _: bytes) -> None:
-        if self.info is not None:
+    def _on_connection(self, frame: bytes) -> None:
+        event, value = _MONITOR_EVENT.unpack(frame)
+        if event & _HANDSHAKE_FAILED:
+            self._on_handshake_failed(event, value)
+        elif self.info is not None:
             self._lose(f"the connection to the engine at {self.endpoint} has broken")
+
+    def _on_handshake_failed(self, event: int, value: int) -> None:
+        if not is_curve(self.endpoint):
+            self._refusal = "it broke off the handshake: it may not be an engine, or want CurveZMQ"
+        elif value == errno.EAGAIN:
+            self._refusal = "it did not go on with the handshake"
+        else:
+            # Who does not know an engine's public key gets no answer, only a closed connection.
+            reason = "it did not admit this ingress"
+            if event != zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                reason = "it broke off the CurveZMQ handshake"
+            self._give_up(f"{reason}: its cluster secret is probably another one")
+
+    def _give_up(self, reason: str) -> None:
+        """Of a first session, waiting longer would not help; a later one may come back."""
+        if self._answered.is_set() and reason != self._refusal:
+            logger.warning("engine at %s: %s", self.endpoint, reason)
+        self._refusal = reason
+        self._answered.set()
 
     def _on_frame(self, frame: bytes) -> None:
         if self.follower is None:
@@ -301,14 +348,19 @@ class EngineClient:
     def _on_hello(self, reply: wire.HelloReply) -> None:
         if self._stream_endpoint != reply.stream_endpoint:
             if self._stream_endpoint:
-                self._stream.disconnect(self._stream_endpoint)
-            self._stream.connect(reply.stream_endpoint)
+                self._stream.disconnect(transport_address(self._stream_endpoint))
+                self._stream_endpoint = ""
+            try:
+                connect(self._stream, reply.stream_endpoint, self._keys)
+            except EngineLost as error:
+                self._give_up(f"its stream at {reply.stream_endpoint}: {error}")
+                return
             self._stream_endpoint = reply.stream_endpoint
         self.info = reply
         keys = self._observer.session_opened(reply) if self._observer is not None else None
         self.follower = StreamFollower(reply.incarnation, keys=keys)
         self._repair_sent_s = 0.0
-        self._greeted.set()
+        self._answered.set()
         self._repair_stream()
 
     def _on_refused(self, message: wire.Refused) -> None:
@@ -322,6 +374,5 @@ class EngineClient:
             self._observer.session_lost(reason)
         self.info = None
         self.follower = None
-        self._greeted.clear()
         for stream in list(self._streams.values()):
             stream.fail(EngineLost(reason))

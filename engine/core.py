@@ -10,11 +10,12 @@ import time
 
 from cache.keys import KEY_SCHEMA, key_root
 from cache.prefix import PrefixCache
-from configs.engine import EngineConfig
+from configs.engine import EngineConfig, SchedulerConfig
 from configs.secret import read_secret
 from engine import wire
 from engine.admission import check, context_limit
 from engine.compute import ComputeThread
+from engine.curve import CurveKeys
 from engine.errors import RequestRejected
 from engine.load import LoadMeter
 from engine.plan import Executor, StepPlan, StepResult
@@ -43,7 +44,9 @@ class EngineCore:
         path = config.cluster_secret_file
         self._secret = read_secret(path) if path else secrets.token_bytes(32)
         self._max_model_len = context_limit(info, config.max_model_len)
-        self._transport = EngineTransport(config.transport)
+        # Made up here, a secret is nobody else's: it keys the cache, and no connection.
+        keys = CurveKeys.derive(self._secret) if path else None
+        self._transport = EngineTransport(config.transport, keys)
         self._scheduler = Scheduler(
             config.scheduler,
             PrefixCache(info.num_blocks),
@@ -58,6 +61,9 @@ class EngineCore:
         self._reported_s = 0.0
         self._reported_idle = False
         self._is_stopping = False
+        self._is_draining = False
+        self._wants_drain = False
+        self._scheduler_config = config.scheduler
         self._hello = wire.HelloReply(
             wire_version=wire.WIRE_VERSION,
             engine_id=f"engine-{secrets.token_hex(4)}",
@@ -90,6 +96,10 @@ class EngineCore:
         return {
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting,
+            "waiting_tokens": scheduler.num_uncomputed_tokens,
+            "max_num_seqs": scheduler.config.max_num_seqs,
+            "max_num_batched_tokens": scheduler.config.max_num_batched_tokens,
+            "is_draining": self._is_draining,
             "sessions": len(self._transport.sessions),
             "held_blocks": pool.num_held,
             "num_blocks": pool.num_blocks,
@@ -97,6 +107,9 @@ class EngineCore:
             "evicted_blocks": scheduler.cache.num_evicted,
             "preemptions": scheduler.num_preemptions,
             "steps": self._meter.num_steps,
+            "computed_tokens": self._meter.num_tokens,
+            "busy_s": self._meter.busy_s,
+            "prefill_tokens_per_s": self._meter.prefill_tokens_per_s,
             "step_s": self._meter.last_step_s,
             "step_age_s": self._step_age_s(time.monotonic()),
             "prefill_tokens": self._meter.num_prefill_tokens,
@@ -117,6 +130,17 @@ class EngineCore:
             self._executor.close()
             self._transport.close()
 
+    def configure(self, scheduler: SchedulerConfig) -> None:
+        """Takes effect with the next step. May be called from any thread."""
+        self._scheduler_config = scheduler
+        self._transport.wake()
+
+    def drain(self) -> None:
+        """Takes nothing new from now on; `stats` says so (`is_draining`) once that holds. May be
+        called from any thread."""
+        self._wants_drain = True
+        self._transport.wake()
+
     def stop(self) -> None:
         """Ends `run` soon. May be called from any thread, and more than once."""
         self._is_stopping = True
@@ -126,6 +150,8 @@ class EngineCore:
 
     def _turn(self) -> None:
         self._transport.wait(self._patience_s())
+        self._is_draining = self._wants_drain
+        self._scheduler.config = self._scheduler_config
         now = time.monotonic()
         for item in self._transport.receive(now, self._hello):
             self._handle(item)
@@ -200,6 +226,7 @@ class EngineCore:
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             waiting_tokens=scheduler.num_uncomputed_tokens,
+            max_num_seqs=scheduler.config.max_num_seqs,
             num_blocks=self._info.num_blocks,
             used_blocks=scheduler.cache.pool.num_held,
             prefill_tokens_per_s=meter.prefill_tokens_per_s,
@@ -260,6 +287,8 @@ class EngineCore:
         if message.incarnation != self.incarnation:
             text = f"this engine is incarnation {self.incarnation}, not {message.incarnation}"
             raise RequestRejected(RejectCode.STALE_INCARNATION, text)
+        if self._is_draining:
+            raise RequestRejected(RejectCode.DRAINING, "this engine takes no new requests")
         check(message, self._info, self._max_model_len)
         key = (session.ingress_id, message.request_id)
         former = self._scheduler.requests.get(key)

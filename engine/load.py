@@ -31,6 +31,9 @@ class LoadMeter:
 
     def __init__(self) -> None:
         self.num_steps = 0
+        self.num_tokens = 0
+        """Computed, of prompts and output alike."""
+        self.busy_s = 0.0
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
         self.last_step_s = 0.0
@@ -50,6 +53,8 @@ class LoadMeter:
         num_decode = sum(item.length == 1 and item.samples for item in plan.slices)
         num_prefill = plan.num_tokens - num_decode
         self.num_steps += 1
+        self.num_tokens += plan.num_tokens
+        self.busy_s += step_s
         self.last_step_s = step_s
         self.num_prefill_tokens += num_prefill
         self.num_decode_tokens += len(result.sampled)

@@ -19,13 +19,17 @@ import zmq
 
 from configs.engine import TransportConfig
 from engine import wire
+from engine.curve import CurveKeys, bind, check_listen
 from engine.wire import RefuseCode
+from engine.zap import Gate
 
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGES_PER_RECEIVE = 256
 _MAX_REFUSALS_LOGGED_PER_S = 10
 _CLOSE_LINGER_MS = 200
+_MAX_SUBSCRIPTION_BYTES = 4096
+"""Far more than a subscription or a step of a handshake takes: all that comes in on the stream."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +70,11 @@ Inbound = Closed | Received
 class EngineTransport:
     """Used by the control thread alone, but for `wake`."""
 
-    def __init__(self, config: TransportConfig) -> None:
+    def __init__(self, config: TransportConfig, keys: CurveKeys | None = None) -> None:
+        """With `keys`, tcp sockets speak CurveZMQ and admit ingresses alone (`engine/curve.py`).
+        Raises `ConfigurationError` for where an engine must not or cannot listen."""
+        for address in (config.listen, config.listen_stream):
+            check_listen(address, keys)
         self.config = config
         self.sessions: dict[str, Session] = {}
         self._inbound: list[Inbound] = []
@@ -83,14 +91,18 @@ class EngineTransport:
         self._router.setsockopt(zmq.MAXMSGSIZE, 2 * config.max_message_bytes)
         self._publisher = self._context.socket(zmq.PUB)
         self._publisher.setsockopt(zmq.SNDHWM, config.replay_frames)
+        self._publisher.setsockopt(zmq.MAXMSGSIZE, _MAX_SUBSCRIPTION_BYTES)
         for socket in (self._router, self._publisher):
             socket.setsockopt(zmq.LINGER, 0)
-        self.endpoint = _bind(self._router, config.listen)
-        self.stream_endpoint = _bind(self._publisher, config.listen_stream)
+        self._gate = self._make_gate(keys)
+        self.endpoint = bind(self._router, config.listen, keys)
+        self.stream_endpoint = bind(self._publisher, config.listen_stream, keys)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wake_fd, select.POLLIN)
+        if self._gate is not None:
+            self._poller.register(self._gate.socket, zmq.POLLIN)
 
     def wait(self, timeout_s: float) -> None:
         """Returns when something has arrived, after `wake`, or after `timeout_s`."""
@@ -111,6 +123,8 @@ class EngineTransport:
             except zmq.Again:
                 break
             self._read(frames, now, hello)
+        if self._gate is not None:
+            self._gate.serve(now)
         self._expire(now)
         inbound, self._inbound = self._inbound, []
         return inbound
@@ -157,10 +171,20 @@ class EngineTransport:
     def close(self) -> None:
         self._router.close(linger=_CLOSE_LINGER_MS)
         self._publisher.close()
+        if self._gate is not None:
+            self._gate.close()
         self._context.term()
         os.close(self._wake_fd)
 
     # ------------------------------------------------------------ inside
+
+    def _make_gate(self, keys: CurveKeys | None) -> Gate | None:
+        if keys is None:
+            return None
+        gate = Gate(self._context, keys)
+        for socket in (self._router, self._publisher):
+            gate.watch(socket)
+        return gate
 
     def _read(self, frames: list[bytes], now: float, hello: wire.HelloReply) -> None:
         identity, payload = frames[0], frames[-1]
@@ -235,8 +259,3 @@ class EngineTransport:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
         return True
-
-
-def _bind(socket: "zmq.Socket[bytes]", address: str) -> str:
-    socket.bind(address)
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from cache.events import Tier
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 TokenIds: TypeAlias = tuple[TokenId, ...]
@@ -45,6 +45,8 @@ class RejectCode(StrEnum):
     """This attempt, or a later one, is already here."""
     OVERLOADED = "overloaded"
     """The queue is full: try again later, or elsewhere."""
+    DRAINING = "draining"
+    """The engine finishes what it has, and takes nothing new: try elsewhere."""
     INTERNAL = "internal"
     """A fault of the engine's; the log has the details."""
 
@@ -276,6 +278,8 @@ class LoadReport(Message, frozen=True):
     waiting: int
     waiting_tokens: int
     """Tokens that waiting and running requests have yet to prefill."""
+    max_num_seqs: int
+    """Requests that may run at the same time."""
     num_blocks: int
     used_blocks: int
     """Held by requests; cached blocks that can be evicted do not count."""

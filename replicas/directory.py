@@ -1,7 +1,8 @@
 """Which models and engines there are: the Registry's state, without the actor around it.
 
-Invariant: an engine is listed while its supervisor renews its lease, and no longer; every change
-raises `version`, so that a reader who knows a version misses nothing after it. Time is passed in.
+Invariant: an engine is listed while its supervisor renews its lease, and no longer, a model's last
+failure apart; every change raises `version`, so that a reader who knows a version misses nothing
+after it. Time is passed in.
 """
 
 from enum import StrEnum
@@ -27,6 +28,8 @@ class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of the supervisor; survives a restart of the core."""
     model: str
     state: EngineState
+    source: str = ""
+    """What it runs: the model's source when it was started."""
     detail: str = ""
     """The phase it is in, or why it failed."""
     endpoint: str = ""
@@ -106,6 +109,9 @@ class Directory:
         if not self._is_told and self._models.get(model.name) != model:
             self._models[model.name] = model
             self.version += 1
+        for name in self._unheard(entry.model, now):
+            if name != entry.replica_id:
+                self.withdraw(name)
         known = self._engines.get(entry.replica_id)
         self._engines[entry.replica_id] = (entry, now + self.lease_s)
         if known is None or known[0] != entry:
@@ -117,14 +123,28 @@ class Directory:
             self.version += 1
 
     def expire(self, now: float) -> None:
-        """Removes engines whose lease has run out."""
-        expired = [name for name, (_, until_s) in self._engines.items() if until_s < now]
-        for name in expired:
-            del self._engines[name]
+        """Removes engines whose lease has run out; but the last of a model, if it failed, stays for
+        the reason it gave, until another reports."""
+        num_engines = len(self._engines)
+        for name, (entry, until_s) in list(self._engines.items()):
+            if until_s < now and not self._is_last_word(entry):
+                del self._engines[name]
         settled = now >= self._settles_s
-        if expired or settled != self._is_settled:
+        if len(self._engines) < num_engines or settled != self._is_settled:
             self._is_settled = settled
             self.version += 1
+
+    def _unheard(self, model: str, now: float) -> list[str]:
+        """Of a model, those that have outlived their lease."""
+        return [
+            name
+            for name, (entry, until_s) in self._engines.items()
+            if entry.model == model and until_s < now
+        ]
+
+    def _is_last_word(self, entry: EngineEntry) -> bool:
+        is_alone = sum(other.model == entry.model for other, _ in self._engines.values()) == 1
+        return is_alone and entry.state is EngineState.FAILED and entry.model in self._models
 
     def view(self) -> DirectoryView:
         return DirectoryView(

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configs.engine import EngineConfig, TransportConfig
+import ray
+
+from configs.engine import EngineConfig, SchedulerConfig, TransportConfig
 from engine.errors import ShoalError
 
 if TYPE_CHECKING:
@@ -33,8 +35,8 @@ class EngineProgress:
     phases: tuple[tuple[str, float], ...]
     """Name of each phase of its start, and when it began on the clock of `now_s`."""
     now_s: float
-    is_ready: bool
-    """Whether it listens."""
+    endpoint: str
+    """Where it listens; empty until it does."""
     error: str | None
     """Set when it has failed."""
 
@@ -45,20 +47,18 @@ class EngineActor:
     The process takes no restart: what runs on it is lost with it, and its supervisor decides what
     comes next."""
 
-    def __init__(self, config_json: str, socket_folder: str) -> None:
-        """The sockets are made in `socket_folder`, which only this user may enter: on one node
-        nothing listens on the network."""
+    def __init__(self, config_json: str, socket_folder: str | None) -> None:
+        """The sockets are made in `socket_folder`, which only this user may enter; without one they
+        are bound to this node's address, for which the engine needs a secret."""
         logging.basicConfig(
             level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
         )
         config = EngineConfig.model_validate_json(config_json)
-        folder = Path(socket_folder)
         # Ray has set this from `num_cpus`, which is a share for placement and no count of cores;
         # torch reads it when it is imported, which is later.
         os.environ["OMP_NUM_THREADS"] = str(config.threads)
         transport = TransportConfig.model_validate(
-            config.transport.model_dump()
-            | {"listen": endpoint_in(folder), "listen_stream": f"ipc://{folder}/stream"}
+            config.transport.model_dump() | _addresses(socket_folder)
         )
         self._config = config.model_copy(update={"transport": transport})
         self._phases: list[tuple[str, float]] = []
@@ -72,13 +72,25 @@ class EngineActor:
             pid=os.getpid(),
             phases=tuple(self._phases),
             now_s=time.monotonic(),
-            is_ready=self._core is not None,
+            endpoint=self._core.endpoint if self._core is not None else "",
             error=self._error,
         )
 
     async def stats(self) -> dict[str, Any]:
         """The core's own figures; empty before it is ready."""
         return dict(self._core.stats()) if self._core is not None else {}
+
+    async def configure(self, scheduler_json: str) -> None:
+        """Takes over the live settings of the scheduler."""
+        scheduler = SchedulerConfig.model_validate_json(scheduler_json)
+        self._config = self._config.model_copy(update={"scheduler": scheduler})
+        if self._core is not None:
+            self._core.configure(scheduler)
+
+    async def drain(self) -> None:
+        """Takes nothing new; what runs goes on."""
+        if self._core is not None:
+            self._core.drain()
 
     async def stop(self) -> None:
         """Ends the core in order; `wait` returns when it has ended."""
@@ -95,8 +107,11 @@ class EngineActor:
         from engine.process import build_core
 
         try:
-            self._core = build_core(self._config, self._note_phase)
-            self._core.run()
+            core = build_core(self._config, self._note_phase)
+            self._core = core
+            # What came while it loaded.
+            core.configure(self._config.scheduler)
+            core.run()
         except ShoalError as error:
             self._error = str(error)
         except Exception as error:
@@ -109,6 +124,10 @@ class EngineActor:
         self._phases.append((phase, time.monotonic()))
 
 
-def endpoint_in(socket_folder: Path) -> str:
-    """Where the engine of this folder takes requests, known before it listens."""
-    return f"ipc://{socket_folder}/requests"
+def _addresses(socket_folder: str | None) -> dict[str, str]:
+    """Where both sockets bind, as fields of `TransportConfig`."""
+    if socket_folder is not None:
+        folder = Path(socket_folder)
+        return {"listen": f"ipc://{folder}/requests", "listen_stream": f"ipc://{folder}/stream"}
+    address = f"tcp://{ray.util.get_node_ip_address()}:*"
+    return {"listen": address, "listen_stream": address}

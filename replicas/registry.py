@@ -95,6 +95,8 @@ def ensure_registry(lease_s: float, path: str | None) -> Any:
             max_restarts=-1,
             max_concurrency=1000,
             num_cpus=0,
+            # Said, or it would go into the placement group of whoever makes it, and end with that.
+            scheduling_strategy="DEFAULT",
         )
         .remote(lease_s, path)
     )

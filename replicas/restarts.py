@@ -4,18 +4,16 @@ from collections import deque
 
 
 class RestartBudget:
-    """At most `limit` restarts within any `window_s` seconds."""
+    """Counts restarts; how many are allowed may change between two of them."""
 
-    def __init__(self, limit: int, window_s: float) -> None:
-        self._limit = limit
-        self._window_s = window_s
+    def __init__(self) -> None:
         self._times_s: deque[float] = deque()
 
-    def take(self, now: float) -> bool:
-        """Uses one, if there is one left."""
-        while self._times_s and self._times_s[0] <= now - self._window_s:
+    def take(self, now: float, limit: int, window_s: float) -> bool:
+        """Uses one of the `limit` within `window_s` seconds, if there is one left."""
+        while self._times_s and self._times_s[0] <= now - window_s:
             self._times_s.popleft()
-        if len(self._times_s) >= self._limit:
+        if len(self._times_s) >= limit:
             return False
         self._times_s.append(now)
         return True

@@ -1,8 +1,9 @@
 """The supervisor: one Serve replica that places one EngineCore, watches it, and drains it.
 
-Invariant: only the supervisor restarts its core. Each core has a socket folder of its own, so that
-a restarted one is a new address; what an ingress sees of it is the entry in the Registry. When the
-restarts are used up, the health check fails and Serve replaces the replica.
+Invariant: only the supervisor restarts its core. Each core has sockets of its own, so that a
+restarted one is a new address; what an ingress sees of it is the entry in the Registry. When the
+restarts are used up, the health check fails and Serve replaces the replica. What may change live
+comes by Serve's `reconfigure` and restarts nothing.
 """
 
 import asyncio
@@ -13,7 +14,6 @@ import shutil
 import signal
 import tempfile
 import time
-from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
@@ -21,18 +21,21 @@ import ray
 from ray import serve
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from configs.shoal import ModelConfig, PlacementConfig
+from configs.shoal import ModelConfig, RegistryConfig
+from configs.tree import joined
 from replicas.directory import EngineEntry, EngineState, ModelEntry
-from replicas.engine_actor import EngineActor, EngineProgress, endpoint_in
-from replicas.registry import find_registry
+from replicas.engine_actor import EngineActor, EngineProgress
+from replicas.load_window import LoadWindow
+from replicas.metrics import EngineGauges
+from replicas.registry import ensure_registry
 from replicas.restarts import RestartBudget, has_stalled
 
 logger = logging.getLogger(__name__)
 
 _REPORT_INTERVAL_S = 1.0
 _STOP_TIMEOUT_S = 10.0
-_SUPERVISOR_CPUS = 0.01
-_ACCELERATOR_SHARE = 0.001
+_TELL_TIMEOUT_S = 5.0
+_DRAIN_POLL_S = 0.05
 _FIRST_PAUSE_S = 1.0
 _MAX_PAUSE_S = 30.0
 
@@ -44,28 +47,56 @@ class CoreEnded(Exception):
 class EngineSupervisor:
     """Serve constructs it; nothing calls it but Serve and `shoal status`."""
 
-    async def __init__(  # type: ignore[misc]  # Serve awaits it, on the loop that runs the rest
-        self, model_json: str, socket_root: str
-    ) -> None:
-        self._model = ModelConfig.model_validate_json(model_json)
-        self._socket_root = Path(socket_root)
+    def __init__(self, identity: dict[str, Any], registry_json: str, socket_root: str | None):
+        """`identity`: what of a `ModelConfig` takes new processes to change. Sockets are made in
+        folders below `socket_root`, which only this user may enter; without one engines listen on
+        their node's address. The work begins with the first `reconfigure`."""
+        self._identity = identity
+        self._registry_config = RegistryConfig.model_validate_json(registry_json)
+        self._socket_root = socket_root
+        self._model = joined(identity, {})
         self._replica_id = serve.get_replica_context().replica_id.unique_id
-        self._registry = await asyncio.to_thread(find_registry)
-        supervision = self._model.supervision
-        self._budget = RestartBudget(supervision.max_restarts, supervision.restart_window_s)
+        self._registry: Any = None
+        self._budget = RestartBudget()
         self._entry = EngineEntry(
             self._replica_id,
             self._model.name,
             EngineState.LOADING,
+            source=self._model.engine.model,
             node=ray.get_runtime_context().get_node_id(),
         )
+        self._window = LoadWindow()
+        self._gauges = EngineGauges(self._model.name, self._replica_id)
         self._core: Any = None
-        self._folder: Path | None = None
+        self._folder: str | None = None
         self._exhausted: str | None = None
-        self._tasks = [
-            asyncio.create_task(self._supervise()),
-            asyncio.create_task(self._report_for_ever()),
-        ]
+        self._settled = asyncio.Event()
+        """Once a core has been ready, or none will be."""
+        self._supervising: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[None] | None = None
+
+    async def reconfigure(self, live: dict[str, Any]) -> None:
+        """Takes over what may change while the engine runs. The first time it returns when the
+        engine is ready, and raises if it cannot start: until then Serve counts the replica as
+        starting, and replaces no other one."""
+        former, self._model = self._model, joined(self._identity, live)
+        if self._supervising is None:
+            config = self._registry_config
+            self._registry = await asyncio.to_thread(ensure_registry, config.lease_s, config.path)
+            self._supervising = asyncio.create_task(self._supervise())
+            self._reporting = asyncio.create_task(self._report_for_ever())
+            await self._settled.wait()
+            self.check_health()
+        elif self._core is not None and former.engine.scheduler != self._model.engine.scheduler:
+            scheduler = self._model.engine.scheduler.model_dump_json()
+            # A core that is gone, or hangs, is followed by one that is told when it starts.
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(_call(self._core, "configure", scheduler), _TELL_TIMEOUT_S)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve asks twice a second, and hands it to the policy."""
+        thresholds = self._model.autoscaling.model_dump(exclude={"max_replicas"})
+        return {**self._window.signals(time.monotonic()), **thresholds}
 
     async def entry(self) -> EngineEntry:
         """What the Registry is told."""
@@ -82,13 +113,15 @@ class EngineSupervisor:
 
     async def __del__(self) -> None:
         """Serve's one hook for an end in order: publish, wait for what runs, stop the core."""
-        for task in self._tasks[:1]:
-            task.cancel()
+        if self._supervising is None or self._reporting is None:
+            return
+        self._supervising.cancel()
         if self._entry.state is EngineState.READY:
             await self._change(EngineState.DRAINING)
             await self._drain()
-        self._tasks[-1].cancel()
+        self._reporting.cancel()
         await self._stop_core()
+        self._gauges.clear()
         with contextlib.suppress(Exception):
             await self._registry.withdraw.remote(self._replica_id)
 
@@ -106,10 +139,17 @@ class EngineSupervisor:
                 # It hears nothing, Ray's own kill included. It is on this node: STRICT_PACK.
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._entry.pid, signal.SIGKILL)
-            await self._change(EngineState.FAILED, reason, endpoint="", pid=0, last_error=reason)
+            supervision = self._model.supervision
+            can_restart = self._budget.take(
+                time.monotonic(), supervision.max_restarts, supervision.restart_window_s
+            )
+            # One that comes back at once has not failed to those who wait for it.
+            state = EngineState.LOADING if can_restart and has_served else EngineState.FAILED
+            await self._change(state, reason, endpoint="", pid=0, last_error=reason)
             await self._stop_core()
-            if not self._budget.take(time.monotonic()):
+            if not can_restart:
                 self._exhausted = reason
+                self._settled.set()
                 return
             if has_served:
                 pause_s = _FIRST_PAUSE_S
@@ -121,7 +161,8 @@ class EngineSupervisor:
     async def _run_core(self) -> str:
         """Starts a core and watches it until it ends: why."""
         try:
-            self._folder = Path(tempfile.mkdtemp(prefix="e", dir=self._socket_root))
+            if self._socket_root is not None:
+                self._folder = tempfile.mkdtemp(prefix="e", dir=self._socket_root)
             self._core = self._place(self._folder)
             ended = asyncio.ensure_future(_ended(self._core))
             try:
@@ -135,11 +176,11 @@ class EngineSupervisor:
             logger.exception("supervision of %s failed", self._model.name)
             return f"{type(error).__name__}: {error}"
 
-    def _place(self, folder: Path) -> Any:
+    def _place(self, folder: str | None) -> Any:
         placement = self._model.placement
         group = ray.util.get_current_placement_group()
         config = self._model.engine
-        threads = config.threads or len(os.sched_getaffinity(0))
+        threads = config.threads or max(1, int(placement.num_cpus))
         return (
             ray.remote(EngineActor)
             .options(
@@ -151,23 +192,26 @@ class EngineSupervisor:
                     group, placement_group_bundle_index=1
                 ),
             )
-            .remote(config.model_copy(update={"threads": threads}).model_dump_json(), str(folder))
+            .remote(config.model_copy(update={"threads": threads}).model_dump_json(), folder)
         )
 
     async def _await_ready(self, ended: "asyncio.Future[str]") -> None:
-        supervision = self._model.supervision
-        end_s = time.monotonic() + supervision.start_timeout_s
+        began_s = time.monotonic()
         while True:
+            supervision = self._model.supervision
+            end_s = began_s + supervision.start_timeout_s
             # Its process takes seconds to be there, and native code may keep it from answering.
             patience_s = max(supervision.stall_s, end_s - time.monotonic())
             progress: EngineProgress = await self._ask("progress", ended, patience_s)
             if progress.error is not None:
                 raise CoreEnded(progress.error)
             phase = progress.phases[-1][0] if progress.phases else "process"
-            if progress.is_ready:
-                assert self._folder is not None
-                endpoint = endpoint_in(self._folder)
-                await self._change(EngineState.READY, "", endpoint=endpoint, pid=progress.pid)
+            if progress.endpoint:
+                self._window.reset(time.monotonic())
+                await self._change(
+                    EngineState.READY, "", endpoint=progress.endpoint, pid=progress.pid
+                )
+                self._settled.set()
                 return
             await self._change(EngineState.LOADING, phase, pid=progress.pid)
             if time.monotonic() > end_s:
@@ -175,10 +219,12 @@ class EngineSupervisor:
             await asyncio.wait({ended}, timeout=supervision.poll_interval_s)
 
     async def _watch(self, ended: "asyncio.Future[str]") -> NoReturn:
-        supervision = self._model.supervision
         while True:
+            supervision = self._model.supervision
             await asyncio.wait({ended}, timeout=supervision.poll_interval_s)
             stats = await self._ask("stats", ended, supervision.stall_s)
+            self._window.add(time.monotonic(), stats)
+            self._gauges.set(self._window.signals(time.monotonic()))
             if has_stalled(stats["step_age_s"], stats["step_s"], supervision.stall_s):
                 reason = f"a step has run for {stats['step_age_s']:.0f} s"
                 await self._change(EngineState.STALLED, reason)
@@ -201,13 +247,16 @@ class EngineSupervisor:
             raise CoreEnded(await ended) from error
 
     async def _drain(self) -> None:
-        end_s = time.monotonic() + self._model.supervision.drain_timeout_s
-        while time.monotonic() < end_s:
+        """Until the core has nothing left; from its `is_draining` on it takes nothing new."""
+        began_s = time.monotonic()
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(_call(self._core, "drain"), _TELL_TIMEOUT_S)
+        while time.monotonic() < began_s + self._model.supervision.drain_timeout_s:
             with contextlib.suppress(Exception):
-                stats = await self._core.stats.remote()
-                if not stats["running"] and not stats["waiting"]:
+                stats = await asyncio.wait_for(_call(self._core, "stats"), _TELL_TIMEOUT_S)
+                if stats["is_draining"] and not stats["running"] and not stats["waiting"]:
                     return
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(_DRAIN_POLL_S)
 
     async def _stop_core(self) -> None:
         """Ends the core, in order if it can, and removes its sockets."""
@@ -217,6 +266,7 @@ class EngineSupervisor:
                 await asyncio.wait_for(_stop(core), _STOP_TIMEOUT_S)
             with contextlib.suppress(Exception):
                 ray.kill(core)
+        self._window.reset()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
@@ -266,41 +316,3 @@ async def _stop(core: Any) -> None:
 def model_entry(model: ModelConfig) -> ModelEntry:
     """What ingresses are told of a model."""
     return ModelEntry(model.name, model.engine.model, tuple(model.aliases))
-
-
-def engine_application(model: ModelConfig, socket_root: Path) -> Any:
-    """The Serve application of one model: `model.replicas` supervisors, each with its core.
-
-    Its arguments hold what identifies the engine; the number of replicas is Serve's own."""
-    supervision = model.supervision
-    deployment: Any = serve.deployment(
-        name="Supervisor",
-        num_replicas=model.replicas,
-        ray_actor_options={"num_cpus": _SUPERVISOR_CPUS},
-        placement_group_bundles=_bundles(model.placement),
-        placement_group_strategy="STRICT_PACK",
-        **_node_selector(model.placement),
-        max_ongoing_requests=100,
-        health_check_period_s=2.0,
-        health_check_timeout_s=30.0,
-        graceful_shutdown_timeout_s=supervision.drain_timeout_s + 2 * _STOP_TIMEOUT_S,
-    )(EngineSupervisor)
-    return deployment.bind(model.model_dump_json(exclude={"replicas"}), str(socket_root))
-
-
-def _bundles(placement: PlacementConfig) -> list[dict[str, float]]:
-    engine = {"CPU": placement.num_cpus, "GPU": placement.num_gpus}
-    if placement.accelerator_type is not None:
-        # Ray's own way to ask for a kind: every node that has it offers one of this resource.
-        engine[f"accelerator_type:{placement.accelerator_type}"] = _ACCELERATOR_SHARE
-    return [
-        {"CPU": _SUPERVISOR_CPUS},
-        {kind: amount for kind, amount in engine.items() if amount > 0},
-    ]
-
-
-def _node_selector(placement: PlacementConfig) -> dict[str, Any]:
-    """Labels that the engine's node must carry; its supervisor is packed beside it."""
-    if not placement.node_labels:
-        return {}
-    return {"placement_group_bundle_label_selector": [{}, dict(placement.node_labels)]}

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from cluster import haproxy
 from cluster.commands.options import engine_config, engine_options
+from cluster.commands.phases import Phases
 from configs.load import load
 from configs.secret import write_secret
 from configs.shoal import ModelConfig, ShoalConfig
@@ -68,27 +69,6 @@ class Interrupts:
             os._exit(128 + number)
         self.signal = number
         click.echo("\nstopping (again: at once)", err=True)
-
-
-class Phases:
-    """One line on stderr for each phase, with the seconds it took."""
-
-    def __init__(self) -> None:
-        self.began_s = time.monotonic()
-        self._phase_s = self.began_s
-        self._open = False
-
-    def begin(self, name: str, ago_s: float = 0.0) -> None:
-        """Starts a phase that began `ago_s` seconds ago, and ends the one before then."""
-        self.end(ago_s)
-        click.echo(f"{name[:60]:.<60}", err=True, nl=False)
-        self._open, self._phase_s = True, time.monotonic() - ago_s
-
-    def end(self, ago_s: float = 0.0) -> None:
-        if self._open:
-            seconds = max(0.0, time.monotonic() - ago_s - self._phase_s)
-            click.echo(f" {seconds:5.1f} s", err=True)
-        self._open = False
 
 
 @click.command()
@@ -258,15 +238,21 @@ def _failure(name: str, report: dict[str, Any]) -> str:
 
 
 def _watch(cluster: "Cluster", interrupts: Interrupts) -> None:
-    """Until a signal; tells of every model that changes its state meanwhile."""
-    known = {name: report["state"] for name, report in cluster.ready_report().items()}
+    """Until a signal; tells of every model that changes its state meanwhile, and why."""
+    told = {name: _standing(report) for name, report in cluster.ready_report().items()}
     while interrupts.signal is None:
         time.sleep(_POLL_S)
         for name, report in cluster.ready_report().items():
-            if report["state"] != known.get(name):
-                known[name] = report["state"]
-                failure = "" if report["state"] == "ready" else f" ({_failure(name, report)})"
-                click.echo(f"{name} is {report['state']}{failure}", err=True)
+            if (standing := _standing(report)) != told.get(name):
+                told[name] = standing
+                click.echo(f"{name} is {standing}", err=True)
+
+
+def _standing(report: dict[str, Any]) -> str:
+    """The state of a model; unless it is ready, with what its engines have died of."""
+    state = str(report["state"])
+    errors = {engine["last_error"] for engine in report["engines"] if engine["last_error"]}
+    return state if state == "ready" or not errors else f"{state} ({', '.join(sorted(errors))})"
 
 
 def _announce(config: ShoalConfig, cluster: "Cluster", seconds: float) -> None:

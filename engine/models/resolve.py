@@ -12,9 +12,9 @@ from pathlib import Path
 from engine.errors import ModelRefused
 
 DEFAULT_MODEL = "default"
-# Everything a tokenizer and a model need; python files, pickles and other formats stay behind.
-_ALLOWED_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.model",
-                  "*.jinja")  # fmt: skip
+# Everything a tokenizer needs, and a model; python files, pickles and other formats stay behind.
+_TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+_MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
@@ -39,9 +39,17 @@ def resolve_model(model: str, progress: Callable[[str], None] = lambda message: 
         raise ModelRefused(
             f"there is no folder {model}, and it is no hub id of the form owner/name either"
         )
-    folder = _from_hub(model, progress)
+    folder = _from_hub(model, _MODEL_FILES, progress)
     _check_folder(folder)
     return folder
+
+
+def resolve_tokenizer(model: str) -> Path:
+    """As `resolve_model`, but of a hub repository only what a tokenizer needs is fetched: an
+    ingress's node has no use for weights."""
+    if model == DEFAULT_MODEL or Path(model).expanduser().exists() or not _HUB_ID.match(model):
+        return resolve_model(model)
+    return _from_hub(model, _TOKENIZER_FILES, lambda message: None)
 
 
 def _check_folder(folder: Path) -> None:
@@ -59,7 +67,7 @@ def _check_folder(folder: Path) -> None:
     )
 
 
-def _from_hub(model: str, progress: Callable[[str], None]) -> Path:
+def _from_hub(model: str, files: tuple[str, ...], progress: Callable[[str], None]) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -70,7 +78,7 @@ def _from_hub(model: str, progress: Callable[[str], None]) -> Path:
 
     progress(f"looking for {model} in the hub cache, or downloading it")
     try:
-        return Path(snapshot_download(model, allow_patterns=list(_ALLOWED_FILES)))
+        return Path(snapshot_download(model, allow_patterns=list(files)))
     except GatedRepoError as error:
         raise ModelRefused(
             f"{model} is gated: accept its terms on the hub and log in with `hf auth login`"

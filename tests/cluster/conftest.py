@@ -14,9 +14,11 @@ import pytest
 import uvicorn
 
 from cluster.fleet import FixedDirectory
-from cluster.ingress import IngressSettings, build_app
+from cluster.identity import IngressIdentity
+from cluster.ingress import Ingress, build_app
 from cluster.tokenizer import Tokenizer
 from configs.engine import CacheConfig, EngineConfig, SimulationConfig
+from configs.shoal import IngressConfig, RouterConfig
 from engine.launcher import LocalEngine
 from engine.models.resolve import resolve_model
 from replicas.directory import ModelEntry
@@ -81,7 +83,10 @@ def simulated(**simulation: float) -> EngineConfig:
 def serve_ingress(config: EngineConfig, model_folder: Path) -> Iterator[Served]:
     with LocalEngine.start(config) as engine:
         model = ModelEntry(MODEL_NAME, str(model_folder), aliases=(MODEL_ALIAS,))
-        app = build_app(IngressSettings(), FixedDirectory(model, (engine.endpoint,)))
+        ingress = Ingress(IngressIdentity.random(), FixedDirectory(model, (engine.endpoint,)))
+        # An engine that is lost here has nobody who would start another.
+        ingress.configure(IngressConfig(hold_s=0.5), RouterConfig())
+        app = build_app(ingress)
         listener = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)

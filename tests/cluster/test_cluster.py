@@ -8,19 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from cluster.reaper import marked
+from tests.cluster.live import Live, under_load
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(300)]
 
@@ -39,47 +37,10 @@ models:
 ingress: {{port: {port}, replicas: 2}}
 """
 
-THIRD = """
-  - name: third
-    engine:
-      executor: simulated
-      cache: {{num_blocks: 1024}}
-      simulation: {{vocab_size: 49152, max_model_len: 8192, step_s: 10ms}}
-"""
-
-START_MODEL = """
-import sys
-from pathlib import Path
-import ray
-from configs.load import load
-from cluster.launch import Cluster
-
-ray.init(address=sys.argv[2], log_to_driver=False, logging_level="ERROR")
-folder = Path(sys.argv[3])
-config = load(sys.argv[1]).model_copy(update={"cluster_secret_file": str(folder / "secret")})
-Cluster(config, folder / "engine").start_engines([sys.argv[4]])
-"""
-
 
 @dataclass
-class Running:
+class Running(Live):
     """A `shoal serve` process and its cluster."""
-
-    process: "subprocess.Popen[str]"
-    url: str
-    config: Path
-    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=30))
-
-    def ready(self) -> dict[str, Any]:
-        models: dict[str, Any] = self.http.get(f"{self.url}/ready").json()["models"]
-        return models
-
-    def engines(self, model: str = "good") -> dict[str, dict[str, Any]]:
-        return {engine["id"]: engine for engine in self.ready()[model]["engines"]}
-
-    def ask(self, text: str = "Hello", model: str = "good", **fields: Any) -> httpx.Response:
-        body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 4}
-        return self.http.post(f"{self.url}/v1/chat/completions", json={**body, **fields})
 
     @property
     def folder(self) -> Path:
@@ -92,7 +53,7 @@ class Running:
     def engine_pid(self) -> int:
         return next(engine["pid"] for engine in self.engines().values() if engine["pid"])
 
-    def pids(self, title: str) -> list[int]:
+    def processes(self, title: str) -> list[int]:
         """Processes of this cluster whose title has `title` in it."""
         found = []
         for pid in marked(f"RAY_AUTH_TOKEN_PATH={self.folder}/token"):
@@ -101,28 +62,8 @@ class Running:
                     found.append(pid)
         return found
 
-    def gcs_address(self) -> str:
-        """Where this cluster's Ray is joined, as its raylet was told."""
-        (raylet,) = self.pids("raylet/raylet")
-        arguments = Path(f"/proc/{raylet}/cmdline").read_text().split("\0")
-        return next(a.split("=")[1] for a in arguments if a.startswith("--gcs-address="))
-
-    def wait(self, condition: Callable[[], bool], timeout_s: float = 60) -> None:
-        end_s = time.monotonic() + timeout_s
-        while True:
-            with contextlib.suppress(httpx.HTTPError, KeyError, ValueError):
-                if condition():
-                    return
-            assert time.monotonic() < end_s, f"it never came to that: {self.ready()}"
-            time.sleep(0.1)
-
     def wait_all_ready(self) -> None:
-        self.wait(
-            lambda: (
-                [e["state"] for e in self.engines().values() if "running" in e]
-                == ["ready", "ready"]
-            )
-        )
+        self.wait_ready(engines=2)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +83,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
                 break
         else:
             pytest.fail(f"it did not start: {process.stderr and process.stderr.read()}")
-        running = Running(process, f"http://127.0.0.1:{port}", config)
+        running = Running(f"http://127.0.0.1:{port}")
         running.wait_all_ready()
         yield running
     finally:
@@ -152,40 +93,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-
-
-@contextlib.contextmanager
-def under_load(running: Running, num_clients: int = 3) -> Iterator[Counter[int]]:
-    """Clients that ask again and again; yields how often each status came (0: no answer)."""
-    statuses: Counter[int] = Counter()
-    stop = threading.Event()
-
-    def client(number: int) -> None:
-        with httpx.Client(timeout=30) as http:
-            count = 0
-            while not stop.is_set():
-                count += 1
-                content = f"client {number} asks {count}"
-                body = {
-                    "model": "good",
-                    "messages": [{"role": "user", "content": content}],
-                    "max_tokens": 4,
-                }
-                try:
-                    reply = http.post(f"{running.url}/v1/chat/completions", json=body)
-                    statuses[reply.status_code] += 1
-                except httpx.HTTPError:
-                    statuses[0] += 1
-
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(num_clients)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield statuses
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
 
 
 def test_the_broken_model_is_named_and_the_good_one_serves(running: Running) -> None:
@@ -242,29 +149,29 @@ def test_a_killed_engine_costs_only_what_ran_on_it_and_comes_back(running: Runni
 
 
 def test_a_killed_registry_is_back_and_nobody_noticed(running: Running) -> None:
-    (pid,) = running.pids("ray::Registry")
+    (pid,) = running.processes("ray::Registry")
     with under_load(running) as statuses:
         os.kill(pid, signal.SIGKILL)
-        running.wait(lambda: running.pids("ray::Registry") not in ([], [pid]))
+        running.wait(lambda: running.processes("ray::Registry") not in ([], [pid]))
         time.sleep(2)
         assert set(statuses) == {200}
     running.wait_all_ready()
 
 
 def test_a_killed_ingress_is_replaced_and_the_other_serves_on(running: Running) -> None:
-    pids = running.pids("ray::ServeReplica:ingress")
+    pids = running.processes("ray::ServeReplica:ingress")
     assert len(pids) == 2
     engines = {engine["pid"] for engine in running.engines().values()}
     os.kill(pids[0], signal.SIGKILL)
     running.wait(lambda: running.ask().status_code == 200, 10)
-    running.wait(lambda: len(set(running.pids("ray::ServeReplica:ingress")) - {pids[0]}) == 2)
+    running.wait(lambda: len(set(running.processes("ray::ServeReplica:ingress")) - {pids[0]}) == 2)
     running.wait_all_ready()
     assert {engine["pid"] for engine in running.engines().values()} == engines
 
 
 def test_a_killed_supervisor_is_replaced_with_its_engine(running: Running) -> None:
     before = running.engines()
-    pids = running.pids("ray::ServeReplica:engine-good")
+    pids = running.processes("ray::ServeReplica:engine-good")
     assert len(pids) == 2
     with under_load(running) as statuses:
         time.sleep(0.5)
@@ -284,63 +191,3 @@ def test_a_hung_engine_is_taken_out_and_replaced(running: Running) -> None:
     running.wait_all_ready()
     assert running.ask().status_code == 200
     assert not Path(f"/proc/{victim['pid']}").exists()
-
-
-def test_a_model_added_under_load_leaves_the_others_alone(running: Running) -> None:
-    before = {name: engine["pid"] for name, engine in running.engines().items()}
-    running.config.write_text(
-        running.config.read_text().replace("ingress:", THIRD.format() + "ingress:", 1)
-    )
-    with under_load(running) as statuses:
-        start_model(running, "third")
-        running.wait(lambda: running.ask(model="third").status_code == 200)
-        assert set(statuses) == {200}
-    assert {name: engine["pid"] for name, engine in running.engines().items()} == before
-
-
-def test_a_replica_that_is_no_longer_wanted_finishes_its_streams(running: Running) -> None:
-    body = {
-        "model": "third",
-        "messages": [{"role": "user", "content": "Hello"}],
-        "stream": True,
-        "max_tokens": 2000,
-        "ignore_eos": True,
-    }
-    texts: list[str] = []
-
-    def read() -> None:
-        url = f"{running.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=body, timeout=60) as reply:
-            texts.append(reply.read().decode())
-
-    text = running.config.read_text()
-    running.config.write_text(text.replace("name: third", "name: third\n    replicas: 2"))
-    start_model(running, "third")
-    running.wait(lambda: sum("running" in e for e in running.engines("third").values()) == 2)
-    readers = [threading.Thread(target=read) for _ in range(6)]
-    for reader in readers:
-        reader.start()
-    running.wait(lambda: sum(e["running"] for e in running.engines("third").values()) == 6)
-    running.config.write_text(text)
-    start_model(running, "third")
-    running.wait(lambda: any(e["state"] == "draining" for e in running.engines("third").values()))
-    for reader in readers:
-        reader.join()
-    assert all(text.endswith("data: [DONE]\n\n") for text in texts)
-    assert all(text.count('"content"') > 1500 for text in texts)
-    running.wait(lambda: len(running.engines("third")) == 1)
-
-
-def start_model(running: Running, name: str) -> None:
-    """Starts or changes one model's application, as an operator would from elsewhere."""
-    folder = running.folder
-    environment = {
-        **os.environ,
-        "RAY_AUTH_TOKEN_PATH": f"{folder}/token",
-        "RAY_AUTH_MODE": "token",
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    }
-    arguments = [str(running.config), running.gcs_address(), str(folder), name]
-    subprocess.run(
-        [sys.executable, "-c", START_MODEL, *arguments], env=environment, check=True, timeout=60
-    )

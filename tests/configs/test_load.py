@@ -32,7 +32,7 @@ def test_what_presets_say():
     assert load("local-cpu").ingress.host == "127.0.0.1"
     assert load("single-gpu").models[0].placement.num_gpus == 1
     assert load("cluster").models[0].replicas > 1
-    assert load("cluster").registry.path is not None
+    assert load("cluster").models[0].autoscaling.max_replicas == 4
 
 
 def test_units_in_a_file():

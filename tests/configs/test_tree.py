@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from configs.describe import accepts, field_table
 from configs.engine import CacheConfig, EngineConfig, SchedulerConfig
 from configs.shoal import ModelConfig, PlacementConfig, RouterConfig, ShoalConfig
-from configs.tree import Leaf, diff, flatten, leaves, section_of
+from configs.tree import Leaf, diff, flatten, joined, leaves, part, section_of
 
 LEAVES = list(leaves())
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -183,3 +183,20 @@ def test_the_page_is_up_to_date():
     `shoal config schema --table` prints."""
     text = PAGE.read_text(encoding="utf-8")
     assert text.partition("## Every field\n\n")[2].rstrip("\n") == field_table()
+
+
+def test_a_model_falls_apart_into_what_restarts_it_and_what_does_not():
+    model = ModelConfig(
+        name="a",
+        replicas=3,
+        aliases=["b"],
+        engine=EngineConfig(model="/m", scheduler=SchedulerConfig(max_num_seqs=9)),
+        placement=PlacementConfig(num_gpus=1, node_labels={"pool": "x"}),
+    )
+    identity, live = part(model, "restart"), part(model, "live")
+    assert identity["engine"]["model"] == "/m"
+    assert "scheduler" not in identity["engine"]
+    assert live["engine"] == {"scheduler": model.engine.scheduler.model_dump()}
+    assert set(live) == {"aliases", "replicas", "engine", "supervision", "autoscaling"}
+    assert joined(identity, live) == model
+    assert joined(identity, {}).engine.scheduler == SchedulerConfig()

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from configs.engine import SchedulerConfig
 from engine import wire
 from engine.attempt import EngineRequest, EngineStream
 from engine.client import EngineClient
-from engine.errors import EngineLost
+from engine.errors import EngineLost, RequestRejected
 from engine.launcher import LocalEngine
 from engine.wire import FinishReason, SamplingParams
 from tests.engine.rig import reference_output, running_engine, simulated_config, wait_until
@@ -156,3 +157,38 @@ def test_a_killed_engine_is_noticed_by_its_broken_connection() -> None:
 def test_no_engine_is_an_error_that_names_the_address() -> None:
     with pytest.raises(EngineLost, match=r"tcp://127\.0\.0\.1:9: no answer"):
         asyncio.run(EngineClient.connect("tcp://127.0.0.1:9", timeout_s=0.2))
+
+
+def test_settings_change_between_two_steps() -> None:
+    async def use(client: EngineClient) -> None:
+        params = SamplingParams(max_tokens=200)
+        core.configure(SchedulerConfig(max_num_seqs=2))
+        streams = [await client.add(EngineRequest([n, 2, 3], params)) for n in range(5)]
+        await anext(streams[0])
+        assert core.stats()["running"] == 2
+        core.configure(SchedulerConfig(max_num_seqs=4))
+        assert [len(await collect_rest(stream)) for stream in streams[1:]] == [200] * 4
+
+    async def collect_rest(stream: EngineStream) -> list[int]:
+        return [token async for item in stream for token in item.token_ids]
+
+    with running_engine() as core:
+        with_client(core, use)
+        assert core.stats()["max_num_seqs"] == 4
+
+
+def test_a_draining_engine_finishes_what_it_has_and_takes_nothing_new() -> None:
+    async def use(client: EngineClient) -> None:
+        stream = await client.add(EngineRequest([1, 2, 3], SamplingParams(max_tokens=300)))
+        await anext(stream)
+        core.drain()
+        wait_until(lambda: bool(core.stats()["is_draining"]))
+        with pytest.raises(RequestRejected) as refusal:
+            await client.add(EngineRequest([4, 5, 6], SamplingParams(max_tokens=4)))
+        assert refusal.value.code is wire.RejectCode.DRAINING
+        items = [item async for item in stream]
+        assert items[-1].finish == wire.Finish(FinishReason.LENGTH)
+
+    with running_engine() as core:
+        with_client(core, use)
+        assert core.is_idle

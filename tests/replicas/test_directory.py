@@ -21,6 +21,22 @@ def test_an_engine_is_listed_while_it_renews_its_lease() -> None:
     assert directory.view().engines == ()
 
 
+def test_the_last_failure_of_a_model_is_remembered_until_another_engine_reports() -> None:
+    directory = Directory("boot", lease_s=5, now=0)
+    directory.set_models((MODEL,))
+    for name in "ab":
+        directory.report(entry(name, EngineState.FAILED, detail="no GPU"), MODEL, now=0)
+    directory.expire(now=100)
+    (left,) = directory.view().engines
+    assert left.detail == "no GPU"
+    directory.report(entry("c", EngineState.LOADING), MODEL, now=101)
+    assert [engine.replica_id for engine in directory.view().engines] == ["c"]
+    directory.report(entry("c", EngineState.FAILED), MODEL, now=102)
+    directory.set_models(())
+    directory.expire(now=200)
+    assert directory.view().engines == ()
+
+
 def test_the_version_rises_with_every_change_and_with_nothing_else() -> None:
     directory = Directory("boot", lease_s=5, now=0)
     directory.set_models((MODEL,))
@@ -79,10 +95,11 @@ def test_a_restarted_core_is_another_engine() -> None:
 
 
 def test_restarts_are_counted_over_a_window() -> None:
-    budget = RestartBudget(limit=2, window_s=10)
-    assert [budget.take(now) for now in (0, 1, 2, 9.9)] == [True, True, False, False]
-    assert budget.take(10.1)
-    assert not budget.take(10.5)
+    budget = RestartBudget()
+    assert [budget.take(now, 2, 10) for now in (0, 1, 2, 9.9)] == [True, True, False, False]
+    assert budget.take(10.1, 2, 10)
+    assert not budget.take(10.5, 2, 10)
+    assert budget.take(10.5, 3, 10)
 
 
 def test_a_step_stalls_beyond_both_limits() -> None:

@@ -1,14 +1,13 @@
 """What a model's placement asks of Ray."""
 
-from pathlib import Path
-
 from configs.shoal import ModelConfig, PlacementConfig
-from replicas.supervisor import engine_application
+from replicas.application import EngineArguments, engine_application, engine_arguments
 
 
 def options_of(placement: PlacementConfig) -> dict[str, object]:
     model = ModelConfig(name="m", placement=placement)
-    deployment = engine_application(model, Path("/nowhere"))._bound_deployment
+    arguments = EngineArguments(model=engine_arguments(model))
+    deployment = engine_application(arguments)._bound_deployment
     config = deployment._replica_config
     return {
         "bundles": config.placement_group_bundles,

@@ -17,6 +17,7 @@ IDLE = LoadReport(
     running=0,
     waiting=0,
     waiting_tokens=0,
+    max_num_seqs=256,
     num_blocks=1000,
     used_blocks=0,
     prefill_tokens_per_s=1000.0,
