@@ -9,7 +9,7 @@ PIP := $(BIN)/pip install --disable-pip-version-check --progress-bar off
 # One line for each package as it is fetched.
 SHOW := sed -un 's/^ *Collecting \([^ ]*\).*/      \1/p'
 
-.PHONY: help setup serve check test test-fast bench format clean
+.PHONY: help setup serve check test test-fast soak bench format helm-schema clean
 
 help: ## Show this help
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,7 +43,10 @@ test: check ## All checks and all tests
 	$(BIN)/pytest --durations=10
 
 test-fast: $(READY) ## Tests that take seconds, without Ray
-	$(BIN)/pytest -m "not slow and not ray"
+	$(BIN)/pytest -m "not slow and not ray and not long"
+
+soak: $(READY) ## Tests that take many minutes: steady loads on a model that scales itself
+	$(BIN)/pytest -m long
 
 bench: $(READY) ## One engine: W1 to W3, five rounds
 	$(BIN)/shoal bench engine --json bench-engine.json
@@ -51,6 +54,9 @@ bench: $(READY) ## One engine: W1 to W3, five rounds
 format: $(READY) ## Format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+helm-schema: $(READY) ## Make the chart's schema anew, after a change of configs/
+	$(BIN)/python helm/make_schema.py
 
 clean: ## Remove the environment and caches; downloaded models stay
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""`shoal deploy`: a configuration onto a Ray cluster that runs, first and again."""
