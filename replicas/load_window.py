@@ -11,28 +11,26 @@ class LoadWindow:
     """Counters between two looks at a core's `stats`."""
 
     def __init__(self) -> None:
-        self._ready_s: float | None = None
         self._seen_s = 0.0
         self._stats: Mapping[str, float] = {}
         self._token_use = 0.0
 
-    def reset(self, ready_s: float | None = None) -> None:
-        """A new core is ready, since `ready_s`; or there is none."""
-        self._ready_s = ready_s
+    def reset(self) -> None:
+        """The core is no more."""
         self._stats = {}
         self._token_use = 0.0
 
     def add(self, now: float, stats: Mapping[str, float]) -> None:
-        """Takes in what a core says of itself (`EngineCore.stats`)."""
+        """Takes in what a core that is ready says of itself (`EngineCore.stats`)."""
         if self._stats:
             self._token_use = _token_use(self._stats, stats, now - self._seen_s)
         self._stats, self._seen_s = stats, now
 
-    def signals(self, now: float) -> dict[str, float]:
-        """What `autoscaler.policy` reads of one replica; all zero until its engine is ready."""
-        if self._ready_s is None or not self._stats:
-            return dict.fromkeys(_SIGNALS, 0.0)
+    def signals(self) -> dict[str, float]:
+        """What `autoscaler.policy` reads of one replica; all zero while no engine is ready."""
         stats = self._stats
+        if not stats:
+            return dict.fromkeys(SIGNALS, 0.0)
         utilisation = max(
             stats["running"] / stats["max_num_seqs"],
             stats["held_blocks"] / stats["num_blocks"],
@@ -40,7 +38,6 @@ class LoadWindow:
         )
         return {
             "ready": 1.0,
-            "uptime_s": now - self._ready_s,
             "queued_requests": stats["waiting"],
             "queued_tokens": stats["waiting_tokens"],
             "prefill_tokens_per_s": stats["prefill_tokens_per_s"],
@@ -49,15 +46,14 @@ class LoadWindow:
         }
 
 
-_SIGNALS = (
-    "ready",
-    "uptime_s",
-    "queued_requests",
-    "queued_tokens",
-    "prefill_tokens_per_s",
-    "running",
-    "utilisation",
-)
+SIGNALS = {
+    "ready": "1 while the engine serves.",
+    "queued_requests": "Requests waiting in the engine.",
+    "queued_tokens": "Prompt tokens yet to be computed.",
+    "prefill_tokens_per_s": "Prefill rate over busy time.",
+    "running": "Requests running.",
+    "utilisation": "Largest of running sequences, KV blocks and token budget, each of its limit.",
+}
 
 
 def _token_use(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> float:

@@ -8,14 +8,7 @@ from collections.abc import Mapping
 
 from ray.util.metrics import Gauge
 
-_TEXTS = {
-    "ready": "1 while the engine serves.",
-    "queued_requests": "Requests waiting in the engine.",
-    "queued_tokens": "Prompt tokens yet to be computed.",
-    "prefill_tokens_per_s": "Prefill rate over busy time.",
-    "running": "Requests running.",
-    "utilisation": "Largest of running sequences, KV blocks and token budget, each of its limit.",
-}
+from replicas.load_window import SIGNALS
 
 
 class EngineGauges:
@@ -25,7 +18,7 @@ class EngineGauges:
         tags = {"model": model, "engine": replica_id}
         self._gauges = {
             name: Gauge(f"shoal_replica_{name}", description=text, tag_keys=tuple(tags))
-            for name, text in _TEXTS.items()
+            for name, text in SIGNALS.items()
         }
         for gauge in self._gauges.values():
             gauge.set_default_tags(tags)
@@ -37,4 +30,4 @@ class EngineGauges:
                 gauge.set(signals[name])
 
     def clear(self) -> None:
-        self.set(dict.fromkeys(_TEXTS, 0.0))
+        self.set(dict.fromkeys(SIGNALS, 0.0))

@@ -96,7 +96,7 @@ class EngineSupervisor:
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve asks twice a second, and hands it to the policy."""
         thresholds = self._model.autoscaling.model_dump(exclude={"max_replicas"})
-        return {**self._window.signals(time.monotonic()), **thresholds}
+        return {**self._window.signals(), **thresholds}
 
     async def entry(self) -> EngineEntry:
         """What the Registry is told."""
@@ -207,7 +207,6 @@ class EngineSupervisor:
                 raise CoreEnded(progress.error)
             phase = progress.phases[-1][0] if progress.phases else "process"
             if progress.endpoint:
-                self._window.reset(time.monotonic())
                 await self._change(
                     EngineState.READY, "", endpoint=progress.endpoint, pid=progress.pid
                 )
@@ -224,7 +223,7 @@ class EngineSupervisor:
             await asyncio.wait({ended}, timeout=supervision.poll_interval_s)
             stats = await self._ask("stats", ended, supervision.stall_s)
             self._window.add(time.monotonic(), stats)
-            self._gauges.set(self._window.signals(time.monotonic()))
+            self._gauges.set(self._window.signals())
             if has_stalled(stats["step_age_s"], stats["step_s"], supervision.stall_s):
                 reason = f"a step has run for {stats['step_age_s']:.0f} s"
                 await self._change(EngineState.STALLED, reason)

@@ -41,7 +41,6 @@ def stats(queued: float = 0.0, **others: float) -> dict[str, float]:
     """What `EngineSupervisor.record_autoscaling_stats` answers."""
     load = {
         "ready": 1.0,
-        "uptime_s": 100.0,
         "queued_requests": queued,
         "queued_tokens": 0.0,
         "prefill_tokens_per_s": 1000.0,
