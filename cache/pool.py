@@ -1,11 +1,12 @@
 """Who holds which KV block.
 
 Invariant: a block is free, or held by as many owners as its reference count says; the two never
-overlap and nothing is lost between them. Arrays are laid out once; no call allocates per block.
+overlap and nothing is lost between them. All is laid out once: lists of small or shared integers,
+so no call allocates anything per block. (An `array` would take half the memory, but writing to one
+takes ten times as long.)
 """
 
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
 class BlockPool:
@@ -19,9 +20,9 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         self.num_blocks = num_blocks
-        self._references = array("l", bytes(array("l").itemsize * num_blocks))
+        self._references = [0] * num_blocks
         # Popped from the end: low numbers first, the block freed last is used first.
-        self._free = array("l", range(num_blocks - 1, -1, -1))
+        self._free = list(range(num_blocks - 1, -1, -1))
         self.num_held = 0
         """Blocks with a reference."""
 
@@ -43,31 +44,44 @@ class BlockPool:
         taken = free[-count:]
         del free[-count:]
         taken.reverse()
+        references = self._references
         for block_id in taken:
-            self._references[block_id] = 1
+            references[block_id] = 1
         self.num_held += count
-        return taken.tolist()
+        return taken
 
-    def hold(self, block_ids: Iterable[int]) -> None:
+    def hold(self, block_ids: Sequence[int]) -> None:
         """One more reference on each."""
+        references = self._references
+        num_idle = 0
         for block_id in block_ids:
-            count = self._references[block_id]
-            self.num_held += count == 0
-            self._references[block_id] = count + 1
+            count = references[block_id]
+            if not count:
+                num_idle += 1
+            references[block_id] = count + 1
+        self.num_held += num_idle
 
-    def drop(self, block_id: int) -> bool:
-        """One reference less; True if it was the last."""
-        count = self._references[block_id] - 1
-        if count < 0:
-            raise ValueError(f"block {block_id} is dropped once too often")
-        self._references[block_id] = count
-        self.num_held -= count == 0
-        return count == 0
+    def drop(self, block_ids: Sequence[int]) -> list[int]:
+        """One reference less on each; returns those that have none left, in the same order. Raises
+        `ValueError` at a block that has none, with those before it dropped."""
+        references = self._references
+        idle: list[int] = []
+        for block_id in block_ids:
+            count = references[block_id] - 1
+            if count <= 0:
+                if count < 0:
+                    self.num_held -= len(idle)
+                    raise ValueError(f"block {block_id} is dropped once too often")
+                idle.append(block_id)
+            references[block_id] = count
+        self.num_held -= len(idle)
+        return idle
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Returns idle blocks to the stack; the last of them is used first."""
+        references = self._references
         for block_id in block_ids:
-            assert self._references[block_id] == 0, f"block {block_id} is still held"
+            assert not references[block_id], "still held"
         self._free.extend(block_ids)
 
     def check_integrity(self) -> None:

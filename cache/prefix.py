@@ -2,20 +2,22 @@
 
 Invariants:
 - *Closure*: when a key is in the index, so is its parent. So the keys of a chain that are present
-  are a prefix of it.
+  are a prefix of it, and the end of that prefix is found by halving.
 - A keyed block is evictable only with no reference and no keyed child (counted by key).
-- A block is in exactly one state: held, evictable, or free.
-
-Eviction takes the least recently used evictable block. Exact order is kept by a heap with lazy
-removal: an entry counts only while its stamp is the block's own.
+- A block is in exactly one state: held, evictable, keyed and idle above its children, or free.
+- Who holds a block holds all before it. So of a table's blocks only the deepest keyed one, its
+  *tail*, can be in the wheel or go there, and a use is noted at the tail alone: the blocks above
+  inherit it when what is below them is given up.
 """
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cache.events import BlockKey, CacheEvent, Removed, Stored
 from cache.pool import BlockPool
+from cache.wheel import EvictionWheel, Retention
+
+_NONE = -1
 
 
 @dataclass(slots=True)
@@ -34,34 +36,38 @@ class RequestBlocks:
     twins: list[int] = field(default_factory=list)
     """Blocks of other requests that hold the same content as own ones which therefore have no key.
     Held so that the chain below stays closed."""
+    tail: int = _NONE
+    """The keyed block of the last published key; -1 before there is one."""
+    counted: bool = False
+    """The hit that it began with has been counted as reuse."""
+    retention: Retention = Retention.NORMAL
+    """Taken over by the blocks when they are given back."""
+    ttl: int = 0
+    """Ticks that a pin lasts from then on."""
     in_flight: int = 0
     released: bool = False
 
 
-@dataclass(slots=True)
-class _Entry:
-    """A key in the index."""
-
-    block_id: int
-    parent: BlockKey | None
-    """None at the start of a chain."""
-    num_children: int = 0
-
-
 class PrefixCache:
-    """Owns the pool. `allocate` evicts as needed; `publish` makes full blocks findable."""
+    """Owns the pool. `grow` evicts as needed; `publish` makes full blocks findable.
 
-    def __init__(self, num_blocks: int) -> None:
+    What is known of a keyed block lies in tables by block number: its key, its parent's block
+    (-1 at the start of a chain) and how many keyed blocks follow it.
+    """
+
+    def __init__(
+        self, num_blocks: int, wheel_slots: int = 1024, wheel_slot_width: int = 16
+    ) -> None:
         self.pool = BlockPool(num_blocks)
-        self._index: dict[BlockKey, _Entry] = {}
+        self.wheel = EvictionWheel(num_blocks, wheel_slots, wheel_slot_width)
+        self._index: dict[BlockKey, int] = {}
         self._key_of: list[BlockKey | None] = [None] * num_blocks
-        # Tick of the last use of each block, and the heap of (tick, block) of evictable ones.
-        self._tick = 0
-        self._used: list[int] = [0] * num_blocks
-        self._heap: list[tuple[int, int]] = []
-        self._evictable: set[int] = set()
+        self._parent = [_NONE] * num_blocks
+        self._num_children = [0] * num_blocks
         self._events: list[CacheEvent] = []
         self.num_evicted = 0
+        self.num_holes = 0
+        """Chains found with a key missing in the middle: none, unless closure was broken."""
 
     # ------------------------------------------------------------ reading
 
@@ -74,13 +80,30 @@ class PrefixCache:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._index
 
-    def match(self, keys: Sequence[BlockKey]) -> int:
-        """How many of `keys`, from the first, are present. By closure the first miss ends it."""
+    def match(self, keys: Sequence[BlockKey], limit: int | None = None) -> int:
+        """How many of the first `limit` keys, from the first, are present.
+
+        Presence is monotone along a chain, so the last key tells a full hit, the first a miss, and
+        halving finds any other end: log2(n) + 2 look-ups, each of which may well be a miss in the
+        processor's caches, instead of n.
+        """
         index = self._index
-        for count, key in enumerate(keys):
-            if key not in index:
-                return count
-        return len(keys)
+        high = len(keys) if limit is None else min(limit, len(keys))
+        high -= 1
+        if high < 0:
+            return 0
+        if keys[high] in index:
+            return high + 1
+        if keys[0] not in index:
+            return 0
+        low = 0
+        while high - low > 1:
+            middle = (low + high) >> 1
+            if keys[middle] in index:
+                low = middle
+            else:
+                high = middle
+        return low + 1
 
     def drain_events(self) -> list[CacheEvent]:
         """Events since the last call, in order."""
@@ -89,27 +112,41 @@ class PrefixCache:
 
     # ------------------------------------------------------------ a request's life
 
+    def advance(self, now: int) -> None:
+        """Tells the time: a tick that never goes back."""
+        self.wheel.advance(now)
+
     def start(self, keys: list[BlockKey], max_hit: int) -> RequestBlocks:
         """A table that begins with the longest cached prefix, of at most `max_hit` blocks, held."""
-        count = self.match(keys[:max_hit])
         table = RequestBlocks(keys)
-        for key in keys[:count]:
-            block_id = self._index[key].block_id
-            self._hold(block_id)
-            table.block_ids.append(block_id)
-        table.num_published = count
+        count = self.match(keys, max_hit)
+        if not count:
+            return table
+        block_ids = self._path(keys[:count])
+        self.pool.hold(block_ids)
+        table.block_ids = block_ids
+        table.num_published = len(block_ids)
+        if block_ids:
+            table.tail = block_ids[-1]
+            if table.tail in self.wheel:
+                self.wheel.remove(table.tail)
         return table
 
     def grow(self, table: RequestBlocks, num_blocks: int) -> list[int] | None:
         """Extends `table` to `num_blocks` and returns the new blocks, or None, with nothing
         changed, if there are too few."""
+        if not table.counted:
+            # Here and not in `start`, which a request that waits for room repeats.
+            table.counted = True
+            if table.tail != _NONE:
+                self.wheel.credit(table.tail)
         count = num_blocks - len(table.block_ids)
         if count <= 0:
             return []
         if count > self.num_available:
             return None
-        while self.pool.num_free < count:
-            self._evict()
+        if (missing := count - self.pool.num_free) > 0:
+            self._evict(missing)
         fresh = self.pool.allocate(count)
         table.block_ids.extend(fresh)
         return fresh
@@ -117,21 +154,27 @@ class PrefixCache:
     def publish(self, table: RequestBlocks, root: BlockKey, num_full: int) -> None:
         """Makes the first `num_full` blocks findable. Their KV must be computed and verified, and
         `table.keys` must reach that far."""
+        index, tail = self._index, table.tail
         for position in range(table.num_published, num_full):
             key = table.keys[position]
-            entry = self._index.get(key)
-            if entry is not None:
-                self._hold(entry.block_id)
-                table.twins.append(entry.block_id)
+            twin = index.get(key)
+            if twin is not None:
+                self.pool.hold((twin,))
+                table.twins.append(twin)
+                if twin in self.wheel:
+                    self.wheel.remove(twin)
+                tail = twin
                 continue
-            parent = table.keys[position - 1] if position else None
             block_id = table.block_ids[position]
-            self._index[key] = _Entry(block_id, parent)
+            index[key] = block_id
             self._key_of[block_id] = key
-            if parent is not None:
-                self._index[parent].num_children += 1
-            self._events.append(Stored(key, parent or root))
+            self._parent[block_id] = tail
+            if tail != _NONE:
+                self._num_children[tail] += 1
+            self._events.append(Stored(key, table.keys[position - 1] if position else root))
+            tail = block_id
         table.num_published = max(table.num_published, num_full)
+        table.tail = tail
 
     def release(self, table: RequestBlocks) -> None:
         """Gives all blocks back, at once or when the last plan that uses them is committed."""
@@ -150,78 +193,101 @@ class PrefixCache:
 
     # ------------------------------------------------------------ inside
 
+    def _path(self, keys: list[BlockKey]) -> list[int]:
+        """Blocks of a chain whose last key is present, found from its end by the parents, and
+        checked against the keys; if they differ, the index is walked from the start."""
+        parent, key_of = self._parent, self._key_of
+        block_id = self._index[keys[-1]]
+        path = []
+        for _ in keys:
+            path.append(block_id)
+            block_id = parent[block_id]
+        path.reverse()
+        if block_id == _NONE and [key_of[block_id] for block_id in path] == keys:
+            return path
+        self.num_holes += 1
+        path = []
+        for key in keys:
+            found = self._index.get(key)
+            if found is None:
+                break
+            path.append(found)
+        return path
+
     def _give_back(self, table: RequestBlocks) -> None:
-        # In reverse, so that of one request the chain's end is given up first.
-        self._tick += 1
-        for block_id in reversed(table.twins):
-            self._drop(block_id)
-        for block_id in reversed(table.block_ids):
-            self._drop(block_id)
+        key_of, tail = self._key_of, table.tail
+        # In reverse, so that of one request the chain's end is used again first.
+        table.block_ids.reverse()
+        idle = self.pool.drop(table.block_ids)
+        if table.twins:
+            idle += self.pool.drop(table.twins)
+        self.pool.free([block_id for block_id in idle if key_of[block_id] is None])
+        if tail != _NONE:
+            self.wheel.touch(tail, table.retention, table.ttl)
+            if not self._num_children[tail] and not self.pool.references(tail):
+                self.wheel.insert(tail)
         table.block_ids.clear()
         table.twins.clear()
 
-    def _hold(self, block_id: int) -> None:
-        self._evictable.discard(block_id)
-        self.pool.hold((block_id,))
-
-    def _drop(self, block_id: int) -> None:
-        self._used[block_id] = self._tick
-        if not self.pool.drop(block_id):
-            return
-        key = self._key_of[block_id]
-        if key is None:
-            self.pool.free((block_id,))
-        elif self._index[key].num_children == 0:
-            self._make_evictable(block_id)
-
-    def _make_evictable(self, block_id: int) -> None:
-        self._evictable.add(block_id)
-        heapq.heappush(self._heap, (self._used[block_id], block_id))
-        if len(self._heap) > 2 * self.pool.num_blocks + 64:
-            self._heap = [(self._used[block], block) for block in self._evictable]
-            heapq.heapify(self._heap)
-
-    def _evict(self) -> None:
-        """Frees the least recently used evictable block; its parent may become evictable."""
-        while True:
-            tick, block_id = heapq.heappop(self._heap)
-            if block_id in self._evictable and self._used[block_id] == tick:
-                break
-        self._evictable.remove(block_id)
-        key = self._key_of[block_id]
-        assert key is not None
-        entry = self._index.pop(key)
-        self._key_of[block_id] = None
-        self.pool.free((block_id,))
-        self._events.append(Removed(key))
-        self.num_evicted += 1
-        if entry.parent is not None:
-            parent = self._index[entry.parent]
-            parent.num_children -= 1
-            if parent.num_children == 0 and self.pool.references(parent.block_id) == 0:
-                self._make_evictable(parent.block_id)
+    def _evict(self, count: int) -> None:
+        """Frees `count` blocks; the parent of one may become evictable in its place, and goes next
+        unless it was used beyond its child: so a chain goes from its end, in one run."""
+        wheel, index, key_of = self.wheel, self._index, self._key_of
+        parent, children, references = self._parent, self._num_children, self.pool.references
+        note = self._events.append
+        freed: list[int] = []
+        while len(freed) < count:
+            first = block_id = wheel.evict()
+            while True:
+                key = key_of[block_id]
+                assert key is not None
+                del index[key]
+                key_of[block_id] = None
+                note(Removed(key))
+                freed.append(block_id)
+                parent_id = parent[block_id]
+                if parent_id == _NONE:
+                    break
+                left = children[parent_id] = children[parent_id] - 1
+                if left or references(parent_id) or len(freed) >= count:
+                    wheel.inherit(parent_id, first)
+                    if not left and not references(parent_id):
+                        wheel.insert(parent_id, first=True)
+                    break
+                if wheel.outlives(parent_id, first):
+                    wheel.inherit(parent_id, first)
+                    wheel.insert(parent_id, first=True)
+                    break
+                block_id = parent_id
+        wheel.forget(freed)
+        self.pool.free(freed)
+        self.num_evicted += count
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` if an invariant of this file is broken."""
         self.pool.check_integrity()
-        children: dict[BlockKey, int] = {}
-        for key, entry in self._index.items():
-            assert self._key_of[entry.block_id] == key, "a key points to another key's block"
-            if entry.parent is not None:
-                assert entry.parent in self._index, "a key's parent is gone"
-                children[entry.parent] = children.get(entry.parent, 0) + 1
+        self.wheel.check_integrity()
+        children = [0] * self.pool.num_blocks
+        for key, block_id in self._index.items():
+            assert self._key_of[block_id] == key, "a key points to another key's block"
+            parent_id = self._parent[block_id]
+            if parent_id != _NONE:
+                assert self._key_of[parent_id] in self._index, "a key's parent is gone"
+                children[parent_id] += 1
         num_keyed = sum(key is not None for key in self._key_of)
         assert num_keyed == len(self._index), "a block keeps the key of another"
-        num_idle = 0
-        for key, entry in self._index.items():
-            assert entry.num_children == children.get(key, 0), "children are miscounted"
-            idle = self.pool.references(entry.block_id) == 0
+        assert children == self._num_children, "children are miscounted"
+        num_idle = num_evictable = 0
+        for block_id in self._index.values():
+            idle = self.pool.references(block_id) == 0
             num_idle += idle
-            if not idle and entry.parent is not None:
-                parent_id = self._index[entry.parent].block_id
+            parent_id = self._parent[block_id]
+            if not idle and parent_id != _NONE:
                 assert self.pool.references(parent_id) > 0, "a child is held without its parent"
-            evictable = idle and entry.num_children == 0
-            assert (entry.block_id in self._evictable) == evictable, "wrongly (un)evictable"
+            evictable = idle and children[block_id] == 0
+            num_evictable += evictable
+            assert (block_id in self.wheel) == evictable, "wrongly (un)evictable"
+        assert num_evictable == sum(1 for _ in self.wheel), "a block without a key is evictable"
         assert self.pool.num_held + num_idle + self.pool.num_free == self.pool.num_blocks, (
             "blocks are lost"
         )

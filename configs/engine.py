@@ -25,6 +25,12 @@ class CacheConfig(Section):
         None, "KV blocks; overrides memory_bytes when given."
     )
     enable_prefix_caching: bool = restart(True, "Reuse full blocks of equal prefixes.")
+    wheel_slots: int = restart(
+        1024, "Slots of the time wheel that orders eviction.", ge=1, le=1 << 16
+    )
+    wheel_slot_width: int = restart(
+        16, "Engine steps in one slot of the time wheel.", ge=1, le=1 << 20
+    )
 
 
 class SchedulerConfig(Section):

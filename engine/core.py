@@ -49,7 +49,7 @@ class EngineCore:
         self._transport = EngineTransport(config.transport, keys)
         self._scheduler = Scheduler(
             config.scheduler,
-            PrefixCache(info.num_blocks),
+            PrefixCache(info.num_blocks, config.cache.wheel_slots, config.cache.wheel_slot_width),
             info.block_size,
             reuse=config.cache.enable_prefix_caching,
         )

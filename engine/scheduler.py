@@ -106,6 +106,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute."""
         draft = _Draft(self.config.max_num_batched_tokens)
+        self.cache.advance(self._step)
         if not self._plan_running(draft):
             self._plan_waiting(draft)
         if not draft.work:
