@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from bench.cache.command import cache
 from bench.serve.command import serve
 
 
@@ -14,6 +15,7 @@ def bench() -> None:
     """Measure Shoal; figures come out as flat JSON, one metric a key."""
 
 
+bench.add_command(cache)
 bench.add_command(serve)
 
 
