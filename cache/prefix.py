@@ -8,6 +8,8 @@ Invariants:
 - Who holds a block holds all before it. So of a table's blocks only the deepest keyed one, its
   *tail*, can be in the wheel or go there, and a use is noted at the tail alone: the blocks above
   inherit it when what is below them is given up.
+- A part of a block is only ever reused by copy, and only below the same parent: so never across
+  roots, that is cache domains or models.
 """
 
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field
 
 from cache.events import BlockKey, CacheEvent, Removed, Stored
 from cache.pool import BlockPool
+from cache.siblings import TOKEN_BYTES, Packed, Siblings, pack
 from cache.wheel import EvictionWheel, Retention
 
 _NONE = -1
@@ -36,6 +39,8 @@ class RequestBlocks:
     twins: list[int] = field(default_factory=list)
     """Blocks of other requests that hold the same content as own ones which therefore have no key.
     Held so that the chain below stays closed."""
+    loans: list[int] = field(default_factory=list)
+    """Blocks of which the plan in flight copies the beginning; held until it is committed."""
     tail: int = _NONE
     """The keyed block of the last published key; -1 before there is one."""
     counted: bool = False
@@ -56,14 +61,24 @@ class PrefixCache:
     """
 
     def __init__(
-        self, num_blocks: int, wheel_slots: int = 1024, wheel_slot_width: int = 16
+        self,
+        num_blocks: int,
+        wheel_slots: int = 1024,
+        wheel_slot_width: int = 16,
+        block_size: int = 0,
     ) -> None:
+        """`block_size`: tokens in a block, for finding parts of one; 0: whole blocks only."""
         self.pool = BlockPool(num_blocks)
         self.wheel = EvictionWheel(num_blocks, wheel_slots, wheel_slot_width)
         self._index: dict[BlockKey, int] = {}
         self._key_of: list[BlockKey | None] = [None] * num_blocks
         self._parent = [_NONE] * num_blocks
         self._num_children = [0] * num_blocks
+        self._block_bytes = block_size * TOKEN_BYTES
+        self._siblings = Siblings() if block_size else None
+        # Of keyed blocks that are among the siblings: their tokens, and the root of a first one.
+        self._tokens_of: list[Packed] = [b""] * (num_blocks if block_size else 0)
+        self._root_of: dict[int, BlockKey] = {}
         self._events: list[CacheEvent] = []
         self.num_evicted = 0
         self.num_holes = 0
@@ -151,11 +166,39 @@ class PrefixCache:
         table.block_ids.extend(fresh)
         return fresh
 
-    def publish(self, table: RequestBlocks, root: BlockKey, num_full: int) -> None:
+    def borrow(
+        self, table: RequestBlocks, root: BlockKey, token_ids: Sequence[int]
+    ) -> tuple[int, int]:
+        """The block after the table's last that begins with most of `token_ids` (less than a block
+        of them), and of how many it holds the KV; 0 if there is none. It is held until the plan
+        that copies it is committed, which must be the table's next."""
+        if self._siblings is None:
+            return _NONE, 0
+        parent = root if table.tail == _NONE else table.tail
+        block_id, run = self._siblings.nearest(parent, pack(token_ids))
+        if run:
+            self.pool.hold((block_id,))
+            table.loans.append(block_id)
+            if block_id in self.wheel:
+                self.wheel.remove(block_id)
+        return block_id, run
+
+    def publish(
+        self,
+        table: RequestBlocks,
+        root: BlockKey,
+        num_full: int,
+        token_ids: Sequence[int] = (),
+    ) -> None:
         """Makes the first `num_full` blocks findable. Their KV must be computed and verified, and
-        `table.keys` must reach that far."""
-        index, tail = self._index, table.tail
-        for position in range(table.num_published, num_full):
+        `table.keys` must reach that far. With `token_ids`, from the first, they can also be
+        borrowed."""
+        first = table.num_published
+        if num_full <= first:
+            return
+        index, tail, size = self._index, table.tail, self._block_bytes
+        packed = pack(token_ids[first * size // TOKEN_BYTES : num_full * size // TOKEN_BYTES])
+        for position in range(first, num_full):
             key = table.keys[position]
             twin = index.get(key)
             if twin is not None:
@@ -172,8 +215,14 @@ class PrefixCache:
             if tail != _NONE:
                 self._num_children[tail] += 1
             self._events.append(Stored(key, table.keys[position - 1] if position else root))
+            if packed and self._siblings is not None:
+                start = (position - first) * size
+                tokens = self._tokens_of[block_id] = packed[start : start + size]
+                if tail == _NONE:
+                    self._root_of[block_id] = root
+                self._siblings.add(root if tail == _NONE else tail, tokens, block_id)
             tail = block_id
-        table.num_published = max(table.num_published, num_full)
+        table.num_published = num_full
         table.tail = tail
 
     def release(self, table: RequestBlocks) -> None:
@@ -188,6 +237,8 @@ class PrefixCache:
     def leave_plan(self, table: RequestBlocks) -> None:
         table.in_flight -= 1
         assert table.in_flight >= 0
+        if table.loans:
+            self._return_loans(table)
         if table.released and table.in_flight == 0:
             self._give_back(table)
 
@@ -214,7 +265,15 @@ class PrefixCache:
             path.append(found)
         return path
 
+    def _return_loans(self, table: RequestBlocks) -> None:
+        for block_id in self.pool.drop(table.loans):
+            if not self._num_children[block_id]:
+                self.wheel.insert(block_id)
+        table.loans.clear()
+
     def _give_back(self, table: RequestBlocks) -> None:
+        if table.loans:
+            self._return_loans(table)
         key_of, tail = self._key_of, table.tail
         # In reverse, so that of one request the chain's end is used again first.
         table.block_ids.reverse()
@@ -234,6 +293,7 @@ class PrefixCache:
         unless it was used beyond its child: so a chain goes from its end, in one run."""
         wheel, index, key_of = self.wheel, self._index, self._key_of
         parent, children, references = self._parent, self._num_children, self.pool.references
+        siblings, tokens_of = self._siblings, self._tokens_of
         note = self._events.append
         freed: list[int] = []
         while len(freed) < count:
@@ -246,6 +306,10 @@ class PrefixCache:
                 note(Removed(key))
                 freed.append(block_id)
                 parent_id = parent[block_id]
+                if siblings is not None and (tokens := tokens_of[block_id]):
+                    tokens_of[block_id] = b""
+                    above = parent_id if parent_id != _NONE else self._root_of.pop(block_id)
+                    siblings.remove(above, tokens)
                 if parent_id == _NONE:
                     break
                 left = children[parent_id] = children[parent_id] - 1
@@ -274,6 +338,15 @@ class PrefixCache:
             if parent_id != _NONE:
                 assert self._key_of[parent_id] in self._index, "a key's parent is gone"
                 children[parent_id] += 1
+        if self._siblings is not None:
+            self._siblings.check_integrity()
+            listed = {block_id: tokens for _, tokens, block_id in self._siblings.entries()}
+            assert listed == {block: each for block, each in enumerate(self._tokens_of) if each}
+            for above, _, block_id in self._siblings.entries():
+                assert self._key_of[block_id] in self._index, "a block without a key is a sibling"
+                parent_id = self._parent[block_id]
+                expected = self._root_of[block_id] if parent_id == _NONE else parent_id
+                assert above == expected, "a sibling is listed in another place"
         num_keyed = sum(key is not None for key in self._key_of)
         assert num_keyed == len(self._index), "a block keeps the key of another"
         assert children == self._num_children, "children are miscounted"

@@ -25,6 +25,9 @@ class CacheConfig(Section):
         None, "KV blocks; overrides memory_bytes when given."
     )
     enable_prefix_caching: bool = restart(True, "Reuse full blocks of equal prefixes.")
+    reuse_partial_blocks: bool = restart(
+        True, "Copy the beginning of a block that begins like the next one needed."
+    )
     wheel_slots: int = restart(
         1024, "Slots of the time wheel that orders eviction.", ge=1, le=1 << 16
     )

@@ -49,7 +49,12 @@ class EngineCore:
         self._transport = EngineTransport(config.transport, keys)
         self._scheduler = Scheduler(
             config.scheduler,
-            PrefixCache(info.num_blocks, config.cache.wheel_slots, config.cache.wheel_slot_width),
+            PrefixCache(
+                info.num_blocks,
+                config.cache.wheel_slots,
+                config.cache.wheel_slot_width,
+                info.block_size if config.cache.reuse_partial_blocks else 0,
+            ),
             info.block_size,
             reuse=config.cache.enable_prefix_caching,
         )
@@ -105,6 +110,7 @@ class EngineCore:
             "num_blocks": pool.num_blocks,
             "cached_blocks": len(self._stream.keys),
             "evicted_blocks": scheduler.cache.num_evicted,
+            "copied_tokens": scheduler.num_copied_tokens,
             "preemptions": scheduler.num_preemptions,
             "steps": self._meter.num_steps,
             "computed_tokens": self._meter.num_tokens,

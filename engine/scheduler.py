@@ -34,6 +34,7 @@ class _Draft:
     """The plan being made."""
 
     budget: int
+    copies: list[tuple[int, int]] = field(default_factory=list)
     starts: dict[int, Start] = field(default_factory=dict)
     work: dict[int, _Work] = field(default_factory=dict)
 
@@ -50,6 +51,8 @@ class Scheduler:
         self.reuse = reuse
         self.requests: dict[RequestKey, RequestState] = {}
         self.num_preemptions = 0
+        self.num_copied_tokens = 0
+        """Found in a part of another request's block, and copied."""
         self._running: list[RequestState] = []
         self._waiting: list[RequestState] = []
         self._ended: list[int] = []
@@ -120,7 +123,7 @@ class Scheduler:
         return StepPlan(
             step=self._step,
             ended=ended,
-            copies=(),
+            copies=tuple(draft.copies),
             starts=tuple(draft.starts.values()),
             slices=tuple(item.slice for item in work),
         )
@@ -175,7 +178,8 @@ class Scheduler:
                 return
             request = self._waiting[0]
             table = self._find_prefix(request)
-            num_cached = len(table.block_ids) * self.block_size
+            source, run = self._find_part(request, table)
+            num_cached = len(table.block_ids) * self.block_size + run
             request.num_computed_tokens = num_cached
             length = self._length(request, draft)
             needed = self._blocks_for(num_cached + length) - len(table.block_ids)
@@ -185,13 +189,24 @@ class Scheduler:
                 return
             self._waiting.pop(0)
             self._start(request, table, draft)
-            self._plan_slice(request, length, draft)
+            fresh = self._plan_slice(request, length, draft)
+            if run:
+                draft.copies.append((source, fresh[0]))
+                self.num_copied_tokens += run
 
     def _find_prefix(self, request: RequestState) -> RequestBlocks:
         if not self.reuse:
             return RequestBlocks()
         # At least one token must be computed, or there is nothing to sample from.
         return self.cache.start(request.block_keys, (request.num_tokens - 1) // self.block_size)
+
+    def _find_part(self, request: RequestState, table: RequestBlocks) -> tuple[int, int]:
+        """A block whose beginning is that of the first one not found, and the tokens of it."""
+        if not self.reuse:
+            return -1, 0
+        start = len(table.block_ids) * self.block_size
+        end = min(start + self.block_size, request.num_tokens - 1)
+        return self.cache.borrow(table, request.root.root, request.token_ids[start:end])
 
     def _start(self, request: RequestState, table: RequestBlocks, draft: _Draft) -> None:
         self._next_run += 1
@@ -208,7 +223,8 @@ class Scheduler:
             tuple(table.block_ids),
         )
 
-    def _plan_slice(self, request: RequestState, length: int, draft: _Draft) -> None:
+    def _plan_slice(self, request: RequestState, length: int, draft: _Draft) -> list[int]:
+        """Returns the blocks that were added for it."""
         assert request.run_id is not None
         assert request.table is not None
         start = request.num_computed_tokens
@@ -221,6 +237,7 @@ class Scheduler:
             request.table,
             Slice(request.run_id, start, length, tuple(fresh), samples),
         )
+        return fresh
 
     def _length(self, request: RequestState, draft: _Draft) -> int:
         pending = request.num_tokens - request.num_computed_tokens
@@ -275,7 +292,7 @@ class Scheduler:
         if self.reuse:
             num_full = request.num_computed_tokens // self.block_size
             request.extend_keys(num_full)
-            self.cache.publish(item.table, request.root.root, num_full)
+            self.cache.publish(item.table, request.root.root, num_full, request.token_ids)
         if not item.slice.samples:
             return []
         sampled = result.sampled[run_id]
@@ -307,7 +324,7 @@ class Scheduler:
         tables += [item.table for work in self._in_flight.values() for item in work]
         for table in {id(table): table for table in tables}.values():
             assert table is not None
-            for block_id in (*table.block_ids, *table.twins):
+            for block_id in (*table.block_ids, *table.twins, *table.loans):
                 references[block_id] += 1
         for block_id, expected in enumerate(references):
             assert self.cache.pool.references(block_id) == expected, f"block {block_id} leaks"

@@ -44,8 +44,9 @@ def least_ns(timed: Callable[[], None], count: int) -> float:
 
 def filled_cache(chains: Sequence[Chain], num_blocks: int) -> PrefixCache:
     """Computed as an engine would: up to 64 requests side by side, some blocks of each in turn, so
-    that a chain lies scattered over pool and index. None runs beside one that it shares with."""
-    cache = PrefixCache(num_blocks)
+    that a chain lies scattered over pool and index. None runs beside one that it shares with. A
+    block counts as one token, its key's first bytes, so that parts can be found as in an engine."""
+    cache = PrefixCache(num_blocks, block_size=1)
     running: dict[BlockKey, Chain] = {}
     for keys in chains:
         if keys[0] in running or len(running) == _SIDE_BY_SIDE:
@@ -60,11 +61,12 @@ def filled_cache(chains: Sequence[Chain], num_blocks: int) -> PrefixCache:
 def _compute(cache: PrefixCache, chains: Sequence[Chain]) -> None:
     cache.advance(cache.wheel.now + 1)
     tables = [cache.start(keys, len(keys)) for keys in chains]
+    tokens = [[int.from_bytes(key[:4], "little") >> 1 for key in keys] for keys in chains]
     for end in range(_TURN_BLOCKS, max(map(len, chains)) + _TURN_BLOCKS, _TURN_BLOCKS):
-        for table in tables:
+        for table, token_ids in zip(tables, tokens, strict=True):
             num_blocks = min(end, len(table.keys))
             assert cache.grow(table, num_blocks) is not None
-            cache.publish(table, b"", num_blocks)
+            cache.publish(table, b"", num_blocks, token_ids)
     for table in tables:
         cache.release(table)
 

@@ -7,6 +7,7 @@ from random import Random
 
 from bench.cache.bloom import measure_bloom
 from bench.cache.costs import measure_evict, measure_lookup, measure_pool
+from bench.cache.parts import measure_parts
 from bench.cache.replay import Chain, replay_cache, replay_lru, replay_optimum
 from bench.cache.rivals import measure_rivals
 from bench.cache.workloads import drifting_chains, num_distinct, scanned_chains, trace_chains
@@ -58,6 +59,9 @@ def bench_cache(extent: Extent, traces: Path, progress: Progress) -> Figures:
         progress("a Bloom index of 1,000 replicas")
         bloom = measure_bloom(extent.bloom_rounds)
         figures |= {key: round(value, 1) for key, value in bloom.items()}
+    progress("parts of blocks")
+    parts = measure_parts(extent.drift_requests // 3)
+    figures |= {key: round(value, 2) for key, value in parts.items()}
     progress("hit rate on a drifting hot set")
     figures |= _drift(extent)
     progress("hit rate under scans")

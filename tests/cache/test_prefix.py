@@ -197,7 +197,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = PrefixCache(8, wheel_slots=3, wheel_slot_width=1)
+        self.cache = PrefixCache(8, wheel_slots=3, wheel_slot_width=1, block_size=BLOCK)
         self.now = 0
         self.parents: dict[BlockKey, BlockKey] = {}
         self.classes: dict[BlockKey, Retention] = {}
@@ -247,7 +247,28 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(table=tables)
     def publish(self, table: RequestBlocks) -> None:
         if not table.released:
-            self.cache.publish(table, ROOT.root, min(len(table.keys), len(table.block_ids)))
+            num_full = min(len(table.keys), len(table.block_ids))
+            self.cache.publish(table, ROOT.root, num_full, self.live[id(table)][1])
+
+    @rule(table=tables)
+    def borrow(self, table: RequestBlocks) -> None:
+        """As a scheduler does before a table's first plan. The beginning that is lent is what the
+        request needs, and no other block has more of it."""
+        if table.released or table.in_flight or table.num_published < len(table.block_ids):
+            return
+        ids = self.live[id(table)][1]
+        start = table.num_published * BLOCK
+        wanted = ids[start : start + BLOCK]
+        block, run = self.cache.borrow(table, ROOT.root, wanted)
+        most = 0
+        for other, key in enumerate(self.cache._key_of):
+            content = self.contents.get(other, [])
+            if key is not None and len(content) == start + BLOCK and content[:start] == ids[:start]:
+                pairs = zip(content[start:], wanted, strict=False)
+                same = [one == two for one, two in pairs]
+                most = max(most, (*same, False).index(False))
+        assert run == most
+        assert run == 0 or self.contents[block][: start + run] == ids[: start + run]
 
     @rule(table=tables)
     def complete(self, table: RequestBlocks) -> None:
@@ -292,6 +313,7 @@ class CacheMachine(RuleBasedStateMachine):
         keys = set(self.parents) - set(self.parents.values())
         for table, _ in self.live.values():
             keys -= set(table.keys[: table.num_published])
+            keys -= {self.cache._key_of[block] for block in table.loans}
         return keys
 
     def follow_evictions(self) -> None:
@@ -319,6 +341,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.num_holes == 0
         for table, _ in self.live.values():
             assert all(self.cache.pool.references(block) > 0 for block in table.block_ids)
+            assert all(self.cache.pool.references(block) > 0 for block in table.loans)
         keys = {key for key, _ in self.published}
         assert all(key in self.cache for key in keys)
         assert len(keys) == sum(key is not None for key in self.cache._key_of)

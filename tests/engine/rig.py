@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from cache.keys import key_root
+from cache.keys import KeyRoot, key_root
 from cache.prefix import PrefixCache
 from configs.engine import (
     CacheConfig,
@@ -62,7 +62,7 @@ class Rig:
             config, sleep=lambda _: None, verify=True
         )
         info = self.executor.info
-        self.cache = PrefixCache(num_blocks)
+        self.cache = PrefixCache(num_blocks, block_size=info.block_size)
         self.scheduler = Scheduler(
             SchedulerConfig(**limits), self.cache, info.block_size, reuse=reuse
         )
@@ -76,6 +76,7 @@ class Rig:
         sampling: SamplingParams,
         output: Sequence[int] = (),
         priority: int = 0,
+        root: KeyRoot | None = None,
     ) -> RequestState:
         info = self.executor.info
         request = RequestState(
@@ -84,7 +85,7 @@ class Rig:
             token_ids=[*prompt, *output],
             num_prompt_tokens=len(prompt),
             sampling=sampling,
-            root=key_root(b"k" * 32, info.fingerprint, "", info.block_size),
+            root=root or key_root(b"k" * 32, info.fingerprint, "", info.block_size),
             end_token_ids=frozenset(() if sampling.ignore_eos else info.eos_token_ids),
             priority=priority,
         )

@@ -1,10 +1,13 @@
 """The scheduler: examples of each rule, then a state machine against the simulated executor."""
 
+from array import array
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from cache.keys import key_root
 from configs.engine import SchedulerConfig
 from engine.errors import RequestRejected
 from engine.plan import StepPlan, StepResult
@@ -38,9 +41,54 @@ def test_a_hit_leaves_at_least_one_token_to_compute() -> None:
     request = rig.add("second", prompt, sampling(1))
     plan = rig.step()
     assert plan is not None
-    assert plan.slices[0].length == 4
-    assert request.cached_tokens == 4
+    assert plan.slices[0].length == 1
+    assert request.cached_tokens == 7
     assert rig.output["ingress", "first"] == rig.output["ingress", "second"]
+
+
+def test_the_beginning_of_a_block_is_copied_from_its_nearest_sibling() -> None:
+    rig = Rig(16)
+    for name, prompt in {"far": [1, 2, 3, 4, 5, 9, 9, 9], "near": [1, 2, 3, 4, 5, 6, 9, 9]}.items():
+        rig.add(name, prompt, sampling(1))
+        rig.drain()
+    (near,) = [
+        block for (parent, tokens), block in _places(rig) if parent >= 0 and tokens[:2] == (5, 6)
+    ]
+    request = rig.add("new", [1, 2, 3, 4, 5, 6, 7, 8, 9], sampling(3))
+    plan = rig.scheduler.schedule()
+    assert plan is not None
+    (copy,) = plan.copies
+    assert copy == (near, plan.slices[0].new_block_ids[0])
+    assert rig.cache.pool.references(near) == 1, "held while it is copied"
+    assert (plan.slices[0].start, plan.slices[0].length) == (6, 3)
+    rig.take(rig.scheduler.commit(rig.executor.execute(plan)))
+    assert rig.cache.pool.references(near) == 0
+    rig.drain()
+    assert request.cached_tokens == 6
+    expected = reference_output([1, 2, 3, 4, 5, 6, 7, 8, 9], sampling(3))
+    assert rig.output["ingress", "new"] == expected
+    assert rig.scheduler.num_copied_tokens == 3
+
+
+def test_another_domain_lends_nothing() -> None:
+    rig = Rig(16)
+    rig.add("one", [1, 2, 3, 4, 5, 6, 7, 8], sampling(1))
+    rig.drain()
+    info = rig.executor.info
+    other = key_root(b"k" * 32, info.fingerprint, "tenant", info.block_size)
+    request = rig.add("other", [1, 2, 3, 4, 5, 6, 7, 8], sampling(1), root=other)
+    plan = rig.step()
+    assert plan is not None
+    assert plan.copies == ()
+    assert request.cached_tokens == 0
+
+
+def _places(rig: Rig) -> list[tuple[tuple[int, tuple[int, ...]], int]]:
+    assert rig.cache._siblings is not None
+    return [
+        ((parent if isinstance(parent, int) else -1, tuple(array("i", tokens))), block)
+        for parent, tokens, block in rig.cache._siblings.entries()
+    ]
 
 
 def test_without_reuse_nothing_is_shared() -> None:
