@@ -45,7 +45,7 @@ class CoreEnded(Exception):
 
 
 class EngineSupervisor:
-    """Serve constructs it; nothing calls it but Serve and `shoal status`."""
+    """Nothing calls it but Serve."""
 
     def __init__(self, identity: dict[str, Any], registry_json: str, socket_root: str | None):
         """`identity`: what of a `ModelConfig` takes new processes to change. Sockets are made in
@@ -97,14 +97,6 @@ class EngineSupervisor:
         """Serve asks twice a second, and hands it to the policy."""
         thresholds = self._model.autoscaling.model_dump(exclude={"max_replicas"})
         return {**self._window.signals(), **thresholds}
-
-    async def entry(self) -> EngineEntry:
-        """What the Registry is told."""
-        return self._entry
-
-    async def stats(self) -> dict[str, Any]:
-        """The core's own figures; empty while there is none."""
-        return dict(await self._core.stats.remote()) if self._core is not None else {}
 
     def check_health(self) -> None:
         """Raises once the core has failed more often than it may."""
