@@ -6,6 +6,7 @@ calls by their import path, with arguments from a configuration file.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from cluster import deployment as ingress_deployment
@@ -35,9 +36,11 @@ def application_name(model_name: str) -> str:
     return _ENGINE_PREFIX + escaped
 
 
-def is_ours(application: str) -> bool:
-    """Whether Shoal gives its applications such names."""
-    return application == INGRESS or application.startswith(_ENGINE_PREFIX)
+def is_ours(described: Mapping[str, Any]) -> bool:
+    """Whether an application, as a Serve configuration file describes it, is one of these."""
+    name, import_path = str(described["name"]), str(described["import_path"])
+    has_name = name == INGRESS or name.startswith(_ENGINE_PREFIX)
+    return has_name and import_path.startswith(f"{__name__}:")
 
 
 def serve_applications(config: ShoalConfig, socket_root: str | None = None) -> list[dict[str, Any]]:
@@ -73,10 +76,10 @@ def serve_applications(config: ShoalConfig, socket_root: str | None = None) -> l
     return [front, *engines]
 
 
-def serve_config(config: ShoalConfig, proxy_location: str = "EveryNode") -> dict[str, Any]:
+def serve_config(config: ShoalConfig) -> dict[str, Any]:
     """A whole Serve configuration file, as `serve deploy` takes it."""
     return {
-        "proxy_location": proxy_location,
+        "proxy_location": "EveryNode",
         "http_options": {"host": config.ingress.host, "port": config.ingress.port},
         "applications": serve_applications(config),
     }

@@ -4,7 +4,7 @@ Invariant: every value an engine depends on is a field here, documented and boun
 is refused. A field that may change while the engine runs is marked ``live``, any other ``restart``.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
@@ -143,3 +143,9 @@ class EngineConfig(Section):
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     transport: TransportConfig = Field(default_factory=TransportConfig)
     simulation: SimulationConfig = Field(default_factory=SimulationConfig)
+
+    def with_secret(self, path: str | None) -> Self:
+        """This engine with the cluster's secret file, unless it names one of its own."""
+        if self.cluster_secret_file is not None:
+            return self
+        return self.model_copy(update={"cluster_secret_file": path})

@@ -257,13 +257,6 @@ class ShoalConfig(Section):
             raise _errors([(message, name, loc) for loc, name, message in clashes])
         return self
 
-    def engine_config(self, model: ModelConfig) -> EngineConfig:
-        """What an engine of `model` is told: its own section, with the cluster's secret file where
-        it names none."""
-        if model.engine.cluster_secret_file is not None:
-            return model.engine
-        return model.engine.model_copy(update={"cluster_secret_file": self.cluster_secret_file})
-
 
 def name_clashes(
     names: Iterable[tuple[object, list[object]]],

@@ -40,10 +40,10 @@ def engine_application(
     arguments: EngineArguments, options: Mapping[str, Any] = MappingProxyType({})
 ) -> Any:
     """An application for Serve; `options` are those of `live_options`."""
-    identity = {**arguments.model, "engine": {**arguments.model.get("engine", {})}}
-    if identity["engine"].get("cluster_secret_file") is None:
-        identity["engine"]["cluster_secret_file"] = arguments.cluster_secret_file
-    placement = joined(identity, {}).placement
+    model = joined(arguments.model, {})
+    engine = model.engine.with_secret(arguments.cluster_secret_file)
+    identity = engine_arguments(model.model_copy(update={"engine": engine}))
+    placement = model.placement
     fixed = {
         "name": DEPLOYMENT,
         "ray_actor_options": {"num_cpus": _SUPERVISOR_CPUS},

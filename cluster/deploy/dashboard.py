@@ -60,11 +60,12 @@ class Dashboard:
         details = self._details()
         wanted = serve_config(config)
         self._check_http(details, wanted)
-        others = [
+        described = [
             each["deployed_app_config"]
-            for name, each in details["applications"].items()
-            if not is_ours(name) and each.get("source") == _DECLARATIVE
+            for each in details["applications"].values()
+            if each.get("source") == _DECLARATIVE
         ]
+        others = [each for each in described if not is_ours(each)]
         wanted["applications"] = [*others, *wanted["applications"]]
         try:
             self._client.deploy_applications(wanted)

@@ -98,10 +98,6 @@ def with_ingress(
     asyncio.run(run())
 
 
-def engine_config(**simulation: float) -> Any:
-    return simulated(**simulation)
-
-
 def test_what_comes_before_the_engine_is_answered_by_it(source: Path) -> None:
     async def use(client: Client) -> None:
         early = [client.ask() for _ in range(3)]
@@ -116,7 +112,7 @@ def test_what_comes_before_the_engine_is_answered_by_it(source: Path) -> None:
         assert [reply.status_code for reply in replies] == [200] * 3, replies[0].text
         assert 'shoal_held_requests{model="m"} 0.0' in (await client.http.get("/metrics")).text
 
-    with running_engine(engine_config()) as core:
+    with running_engine(simulated()) as core:
         with_ingress(source, use)
 
 
@@ -165,7 +161,7 @@ def test_a_draining_engine_gives_what_it_refuses_to_the_next(source: Path) -> No
         say(engine("a", DRAINING, one), engine("b", READY, other))
         assert (await refused).headers["x-shoal-engine"] == "b#0"
 
-    with running_engine(engine_config()) as one, running_engine(engine_config()) as other:
+    with running_engine(simulated()) as one, running_engine(simulated()) as other:
         with_ingress(source, use)
 
 
@@ -196,7 +192,7 @@ def test_a_replaced_model_finishes_on_its_old_engine(source: Path, tmp_path: Pat
                 await asyncio.sleep(0.02)
 
     with (
-        running_engine(engine_config(step_s=0.02)) as slow,
-        running_engine(engine_config()) as other,
+        running_engine(simulated(step_s=0.02)) as slow,
+        running_engine(simulated()) as other,
     ):
         with_ingress(source, use)

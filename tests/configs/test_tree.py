@@ -138,8 +138,8 @@ def test_an_engine_gets_the_clusters_secret_unless_it_names_its_own():
         ModelConfig(name="b", engine=EngineConfig(cluster_secret_file="/own")),
     )
     both = config(plain, own, cluster_secret_file="/shared")
-    assert both.engine_config(plain).cluster_secret_file == "/shared"
-    assert both.engine_config(own).cluster_secret_file == "/own"
+    assert plain.engine.with_secret(both.cluster_secret_file).cluster_secret_file == "/shared"
+    assert own.engine.with_secret(both.cluster_secret_file).cluster_secret_file == "/own"
 
 
 def test_flatten_and_diff():

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cluster.applications import serve_applications
+from cluster.applications import is_ours, serve_applications
 from cluster.deploy.plan import Effect, PlanRefused, make_plan
 from configs.engine import EngineConfig, SchedulerConfig
 from configs.shoal import IngressConfig, ModelConfig, RegistryConfig, RouterConfig, ShoalConfig
@@ -94,3 +94,10 @@ def test_every_field_of_a_model_reaches_its_application() -> None:
         section, _, path = leaf.path.partition("[].")
         if section == "models" and path not in ("replicas",):
             assert sum(has(part, path.split(".")) for part in parts) == 1, path
+
+
+def test_an_application_of_others_is_not_ours_by_its_name_alone() -> None:
+    ours = serve_applications(config())
+    assert all(map(is_ours, ours))
+    assert not any(is_ours({**each, "import_path": "their.module:app"}) for each in ours)
+    assert not any(is_ours({**each, "name": "neighbour"}) for each in ours)
