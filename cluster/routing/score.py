@@ -7,20 +7,24 @@ with the replica.
 The estimate, for a request of `n` tokens of which a replica has `c` cached, so that `u = n - c` are
 to be computed::
 
-    cost_s  = queue + compute + pace + room
+    cost_s  = queue + compute + pace + room + slots
     queue   = q * per_token_s                 q: tokens to prefill before it, reported plus booked
     compute = u * per_token_s
     per_token_s = 1 / P + (R / D) / STEP_TOKENS
     pace    = steps * R / D                   steps = min(max_tokens, PACE_STEPS)
     room    = s / used * OUTPUT_TOKENS * R / D
+    slots   = w * OUTPUT_TOKENS / D
 
 - ``P``: prefill tokens/s, ``D``: decode tokens/s of all its requests together, each the peak that
   the replica has shown (see `Peak`).
-- ``R``: requests that decode, will once prefilled, or are booked. Each adds a token to every step,
-  so ``R / D`` (s) is what they add to a step. They slow a prefill of several steps in each of them
-  (second term of `per_token_s`), and they set the pace of the first output tokens (`pace`).
+- ``R``: requests that decode, will once prefilled, or are booked, at most as many as may run at a
+  time. Each adds a token to every step, so ``R / D`` (s) is what they add to a step. They slow a
+  prefill of several steps in each of them (second term of `per_token_s`), and they set the pace of
+  the first output tokens (`pace`).
 - ``s``: blocks short of room for the queue, ``used``: blocks held by requests. The running requests
   turn ``used`` blocks over while they decode about OUTPUT_TOKENS each. 0 while there is room.
+- ``w``: requests, this one included, beyond those that may run at a time. One ends every
+  ``OUTPUT_TOKENS / D`` seconds.
 
 All of it is linear in `u` and `steps`: ``cost_s = base_s + u * token_s + steps * step_s``, with
 coefficients that change only with a report or a booking. They lie in arrays by slot, so that a
@@ -51,6 +55,10 @@ _SLOWEST = 0.25
 short prompts is far too low, and a replica that gets no long ones would never show a better."""
 _REPORTS_TO_HALF = 6000
 """A peak fades by half in so many reports: ten minutes, at ten a second."""
+_IDLE_REPORTS_TO_HALF = 30
+"""What an idle replica has shown counts half after so many reports: three seconds. One that was
+slow for a moment (its first steps, a neighbour's burst) is tried again, else it never could show
+that it is no longer."""
 
 
 class Peak:
@@ -99,12 +107,18 @@ class Fleet:
         self._prefill.show(shown.prefill_per_s, share)
         self._decode.show(shown.decode_per_s, share)
 
-    def rates(self, own: Rates) -> Rates:
-        """What to assume of a replica whose own peaks are `own`, 0 where it has none."""
-        prefill, decode = self.prefill_per_s, self.decode_per_s
+    def rates(self, own: Rates, trust: float = 1.0) -> Rates:
+        """What to assume of a replica whose own peaks are `own`, 0 where it has none; `trust` is
+        how much they count against what all have shown."""
+
+        def blend(own_per_s: float, fleet_per_s: float) -> float:
+            if not own_per_s:
+                return fleet_per_s
+            return fleet_per_s + trust * (max(own_per_s, fleet_per_s * _SLOWEST) - fleet_per_s)
+
         return Rates(
-            max(own.prefill_per_s or prefill, prefill * _SLOWEST),
-            max(own.decode_per_s or decode, decode * _SLOWEST),
+            blend(own.prefill_per_s, self.prefill_per_s),
+            blend(own.decode_per_s, self.decode_per_s),
         )
 
 
@@ -156,6 +170,7 @@ class ReplicaLoad:
         self._block_size = block_size
         self._prefill = Peak()
         self._decode = Peak()
+        self._trust = 1.0
         self._report: LoadReport | None = None
         self._bookings: dict[int, int] = {}
         # Highest of our numbers that a report counts, that any message has shown to have arrived,
@@ -177,8 +192,12 @@ class ReplicaLoad:
 
     def on_report(self, report: LoadReport, ingress_id: str) -> None:
         """Replaces the last report, and ends the bookings that this one counts."""
-        self._report = report
-        self._seen = max(self._seen, report.seen.get(ingress_id, 0))
+        seen = max(self._seen, report.seen.get(ingress_id, 0))
+        if report.running or report.waiting or seen > self._seen:
+            self._trust = 1.0
+        else:
+            self._trust *= 0.5 ** (1 / _IDLE_REPORTS_TO_HALF)
+        self._report, self._seen = report, seen
         # A booking that was known to have arrived a whole report ago is over, whatever the report
         # says: the engine has forgotten us, for example.
         self._drop(max(self._seen, self._settled))
@@ -221,15 +240,17 @@ class ReplicaLoad:
             self.booked_tokens -= self._bookings.pop(number)
 
     def _refresh(self) -> None:
-        rates = self._fleet.rates(Rates(self._prefill.per_s, self._decode.per_s))
+        rates = self._fleet.rates(Rates(self._prefill.per_s, self._decode.per_s), self._trust)
         report, queued = self._report, self.backlog_tokens
-        num_requests = len(self._bookings)
+        num_requests, num_queued = len(self._bookings), 0
         if report is not None:
             num_requests += report.running + report.waiting
+            num_queued = max(0, num_requests + 1 - report.max_num_seqs)
+            num_requests = min(num_requests, report.max_num_seqs)
         step_s = num_requests / rates.decode_per_s
         compute_s = 1 / rates.prefill_per_s
         token_s = compute_s + step_s / STEP_TOKENS
-        base_s = queued * token_s
+        base_s = queued * token_s + num_queued * OUTPUT_TOKENS / rates.decode_per_s
         if report is not None and report.used_blocks:
             short = report.used_blocks + queued / self._block_size - report.num_blocks
             if short >= 0:

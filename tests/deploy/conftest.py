@@ -35,7 +35,7 @@ def ray_cluster() -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture(scope="package")
-def deployed(ray_cluster: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Deployed:
+def _deployed(ray_cluster: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Deployed:
     folder = tmp_path_factory.mktemp("deploy")
     write_secret(folder / "secret")
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -50,3 +50,10 @@ def deployed(ray_cluster: dict[str, Any], tmp_path_factory: pytest.TempPathFacto
     deployed.wait_ready("good")
     deployed.wait_ready("heavy")
     return deployed
+
+
+@pytest.fixture
+def deployed(_deployed: Deployed) -> Deployed:
+    """As it was before the first test, whatever became of the last one."""
+    _deployed.restore()
+    return _deployed

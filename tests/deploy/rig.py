@@ -32,6 +32,17 @@ class Deployed(Live):
     environment: dict[str, str] = field(default_factory=dict)
     folder: Path = Path()
     config: dict[str, Any] = field(default_factory=dict)
+    """What is deployed; as given here, what each test begins with."""
+
+    def __post_init__(self) -> None:
+        self._first = dict(self.config)
+
+    def restore(self) -> None:
+        if self.config != self._first:
+            self.config = dict(self._first)
+            self.deploy()
+            for each in self.config["models"]:
+                self.wait_ready(each["name"])
 
     def run(self, *arguments: str, code: int = 0) -> "subprocess.CompletedProcess[str]":
         done = subprocess.run(

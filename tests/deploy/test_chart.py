@@ -29,6 +29,7 @@ def test_serve_takes_what_the_chart_says(deployed: Deployed, tmp_path: Path) -> 
     assert ingress["ray_actor_options"].pop("label_selector") == {"shoal/pool": "ingress"}
     path = tmp_path / "serve.yaml"
     path.write_text(yaml.safe_dump(config))
+    deployed.config["models"] = [model]
     done = subprocess.run(
         [Path(sys.executable).with_name("serve"), "deploy", path, "--address", deployed.address],
         env={**os.environ, **deployed.environment},
@@ -43,5 +44,4 @@ def test_serve_takes_what_the_chart_says(deployed: Deployed, tmp_path: Path) -> 
     states = {name: each["status"] for name, each in deployed.serve_details().items()}
     assert states == {"ingress": "RUNNING", "engine-owner%2fcharted%3a1": "RUNNING"}
     # What the one deployed, the other changes.
-    deployed.deploy()
-    deployed.wait_ready("good")
+    deployed.restore()

@@ -102,7 +102,6 @@ class OpenLoop:
 @pytest.fixture
 def watch(deployed: Deployed) -> Iterator[Watch]:
     """Nothing else on the machine, and a watcher."""
-    former = deployed.config["models"]
     deployed.deploy(models=[elastic(down_delay_s="5s", up_delay_s="1s")])
     deployed.wait_ready(NAME)
     watch = Watch(deployed)
@@ -117,7 +116,6 @@ def watch(deployed: Deployed) -> Iterator[Watch]:
     yield watch
     ended.set()
     thread.join()
-    deployed.deploy(models=former)
 
 
 def test_a_burst_brings_engines_and_its_end_takes_them(deployed: Deployed, watch: Watch) -> None:

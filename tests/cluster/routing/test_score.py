@@ -35,7 +35,7 @@ def test_one_that_has_measured_nothing_is_like_the_others_and_none_is_hopeless()
     fast.on_report(report(prefill_tokens_per_s=10_000.0), INGRESS)
     fresh, table = new_load(fleet)
     assert table.compute_s[0] == pytest.approx(1 / 10_000)
-    fresh.on_report(report(prefill_tokens_per_s=20.0), INGRESS)
+    fresh.on_report(report(prefill_tokens_per_s=20.0, running=1), INGRESS)
     assert table.compute_s[0] == pytest.approx(4 / 10_000, rel=1e-3)
 
 
@@ -50,6 +50,31 @@ def test_the_queue_the_decodes_and_lack_of_memory_all_take_seconds() -> None:
     load.on_report(full, INGRESS)
     # Ten blocks short of a thousand that 42 requests at 400 tokens/s turn over in 256 steps.
     assert table.base_s[0] == pytest.approx(0.168 + 10 / 1000 * 256 * 42 / 400, rel=0.01)
+
+
+def test_who_has_to_wait_for_a_slot_waits_for_others_to_end() -> None:
+    load, table = new_load()
+    load.on_report(report(running=2, waiting=1, decode_tokens_per_s=500.0, max_num_seqs=4), INGRESS)
+    assert table.base_s[0] == 0, "one slot is left"
+    load.book(1, 0)
+    assert table.base_s[0] == pytest.approx(256 / 500, rel=1e-3)
+    load.book(2, 0)
+    assert table.base_s[0] == pytest.approx(2 * 256 / 500, rel=1e-3)
+    assert table.step_s[0] == pytest.approx(4 / 500, rel=1e-3), "only four decode at a time"
+
+
+def test_an_idle_replica_that_was_slow_is_soon_tried_again() -> None:
+    fleet = Fleet(Rates(2000.0, 50.0))
+    fast, _ = new_load(fleet)
+    fast.on_report(report(prefill_tokens_per_s=1000.0), INGRESS)
+    slow, table = new_load(fleet)
+    slow.on_report(report(prefill_tokens_per_s=500.0, running=1), INGRESS)
+    assert table.compute_s[0] == pytest.approx(1 / 500, rel=1e-3)
+    for _ in range(30):
+        slow.on_report(report(prefill_tokens_per_s=500.0), INGRESS)
+    assert table.compute_s[0] == pytest.approx(1 / 750, rel=1e-2)
+    slow.on_report(report(prefill_tokens_per_s=500.0, seen={INGRESS: 1}), INGRESS)
+    assert table.compute_s[0] == pytest.approx(1 / 500, rel=1e-3), "it has shown it once more"
 
 
 def test_a_token_batch_alone_does_not_hide_a_request_from_the_backlog() -> None:
