@@ -15,7 +15,7 @@ Invariants:
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cache.events import BlockKey, CacheEvent, Removed, Stored
+from cache.events import BlockKey, CacheEvent, Removed, Stored, Tier
 from cache.pool import BlockPool
 from cache.siblings import TOKEN_BYTES, Packed, Siblings, pack
 from cache.wheel import EvictionWheel, Retention
@@ -27,8 +27,9 @@ _NONE = -1
 class RequestBlocks:
     """The block table of one request: level one of the composite hash (request id → blocks).
 
-    `in_flight` counts plans that use the blocks and are not yet committed. Blocks given back while
-    it is above zero stay held until the last of them is.
+    `in_flight` counts what uses the blocks and has not ended: plans that are not yet committed, and
+    reads and writes of a disk. Blocks given back while it is above zero stay held until the last of
+    them has.
     """
 
     keys: list[BlockKey] = field(default_factory=list)
@@ -66,8 +67,10 @@ class PrefixCache:
         wheel_slots: int = 1024,
         wheel_slot_width: int = 16,
         block_size: int = 0,
+        tier: Tier = Tier.DEVICE,
     ) -> None:
         """`block_size`: tokens in a block, for finding parts of one; 0: whole blocks only."""
+        self.tier = tier
         self.pool = BlockPool(num_blocks)
         self.wheel = EvictionWheel(num_blocks, wheel_slots, wheel_slot_width)
         self._index: dict[BlockKey, int] = {}
@@ -94,6 +97,10 @@ class PrefixCache:
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._index
+
+    def __len__(self) -> int:
+        """Keys in the index."""
+        return len(self._index)
 
     def match(self, keys: Sequence[BlockKey], limit: int | None = None) -> int:
         """How many of the first `limit` keys, from the first, are present.
@@ -214,7 +221,8 @@ class PrefixCache:
             self._parent[block_id] = tail
             if tail != _NONE:
                 self._num_children[tail] += 1
-            self._events.append(Stored(key, table.keys[position - 1] if position else root))
+            parent = table.keys[position - 1] if position else root
+            self._events.append(Stored(key, parent, self.tier))
             if packed and self._siblings is not None:
                 start = (position - first) * size
                 tokens = self._tokens_of[block_id] = packed[start : start + size]
@@ -294,7 +302,7 @@ class PrefixCache:
         wheel, index, key_of = self.wheel, self._index, self._key_of
         parent, children, references = self._parent, self._num_children, self.pool.references
         siblings, tokens_of = self._siblings, self._tokens_of
-        note = self._events.append
+        note, tier = self._events.append, self.tier
         freed: list[int] = []
         while len(freed) < count:
             first = block_id = wheel.evict()
@@ -303,7 +311,7 @@ class PrefixCache:
                 assert key is not None
                 del index[key]
                 key_of[block_id] = None
-                note(Removed(key))
+                note(Removed(key, tier))
                 freed.append(block_id)
                 parent_id = parent[block_id]
                 if siblings is not None and (tokens := tokens_of[block_id]):

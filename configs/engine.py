@@ -6,7 +6,7 @@ is refused. A field that may change while the engine runs is marked ``live``, an
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from configs.section import Section, live, restart
 from configs.units import ByteSize, Duration
@@ -28,12 +28,42 @@ class CacheConfig(Section):
     reuse_partial_blocks: bool = restart(
         True, "Copy the beginning of a block that begins like the next one needed."
     )
+    host_memory_bytes: Annotated[ByteSize, Field(ge=0, le=1 << 46)] | None = restart(
+        None,
+        "Host memory that keeps copies of cached blocks; 0: none; none given: 256 MiB beside a "
+        "disk_path, else 0.",
+    )
+    disk_path: str | None = restart(
+        None,
+        "Folder on a local disk that keeps copies of cached blocks over restarts, for whoever has "
+        "the same cluster secret.",
+        min_length=1,
+        max_length=4096,
+    )
+    disk_bytes: ByteSize = restart(
+        16 * _GIB, "Most bytes that one engine keeps below disk_path.", ge=1 << 20, le=1 << 50
+    )
     wheel_slots: int = restart(
         1024, "Slots of the time wheel that orders eviction.", ge=1, le=1 << 16
     )
     wheel_slot_width: int = restart(
         16, "Engine steps in one slot of the time wheel.", ge=1, le=1 << 20
     )
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of host memory for slots."""
+        if self.host_memory_bytes is None:
+            return 256 << 20 if self.disk_path is not None else 0
+        return self.host_memory_bytes
+
+    @model_validator(mode="after")
+    def _disk_needs_the_host(self) -> Self:
+        if self.disk_path is not None and not self.slot_bytes:
+            raise ValueError("disk_path needs host_memory_bytes: blocks pass through host memory")
+        if self.slot_bytes and not self.enable_prefix_caching:
+            raise ValueError("host_memory_bytes and disk_path need enable_prefix_caching")
+        return self
 
 
 class SchedulerConfig(Section):

@@ -16,12 +16,14 @@ from engine import wire
 from engine.admission import check, context_limit
 from engine.compute import ComputeThread
 from engine.curve import CurveKeys
+from engine.disk_io import DiskIO
 from engine.errors import RequestRejected
 from engine.load import LoadMeter
 from engine.plan import Executor, StepPlan, StepResult
 from engine.request import RequestKey, RequestState, TokenEvent
 from engine.scheduler import Scheduler
 from engine.stream import StreamLog, to_delta
+from engine.tier_driver import TierDriver, open_disk
 from engine.transport import Closed, EngineTransport, Inbound, Session
 from engine.wire import FinishReason, RefuseCode, RejectCode, TokenItem
 
@@ -44,9 +46,16 @@ class EngineCore:
         path = config.cluster_secret_file
         self._secret = read_secret(path) if path else secrets.token_bytes(32)
         self._max_model_len = context_limit(info, config.max_model_len)
+        disk_folder = open_disk(config.cache, info, self._secret if path else None)
         # Made up here, a secret is nobody else's: it keys the cache, and no connection.
         keys = CurveKeys.derive(self._secret) if path else None
         self._transport = EngineTransport(config.transport, keys)
+        self._lower: TierDriver | None = None
+        if info.num_slots:
+            disk = None
+            if disk_folder is not None:
+                disk = DiskIO(disk_folder, executor.slot_memory, self._transport.wake)
+            self._lower = TierDriver.build(config.cache, info, disk)
         self._scheduler = Scheduler(
             config.scheduler,
             PrefixCache(
@@ -57,6 +66,7 @@ class EngineCore:
             ),
             info.block_size,
             reuse=config.cache.enable_prefix_caching,
+            tiers=self._lower.tiers if self._lower is not None else None,
         )
         self._stream = StreamLog(self.incarnation, config.transport.replay_frames)
         self._compute = ComputeThread(executor, self._transport.wake)
@@ -97,7 +107,7 @@ class EngineCore:
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges, readable from any thread."""
-        scheduler, pool = self._scheduler, self._scheduler.cache.pool
+        scheduler, cache = self._scheduler, self._scheduler.cache
         return {
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting,
@@ -106,10 +116,11 @@ class EngineCore:
             "max_num_batched_tokens": scheduler.config.max_num_batched_tokens,
             "is_draining": self._is_draining,
             "sessions": len(self._transport.sessions),
-            "held_blocks": pool.num_held,
-            "num_blocks": pool.num_blocks,
-            "cached_blocks": len(self._stream.keys),
-            "evicted_blocks": scheduler.cache.num_evicted,
+            "held_blocks": cache.pool.num_held,
+            "num_blocks": cache.pool.num_blocks,
+            "cached_blocks": len(cache),
+            "evicted_blocks": cache.num_evicted,
+            "holes": cache.num_holes,
             "copied_tokens": scheduler.num_copied_tokens,
             "preemptions": scheduler.num_preemptions,
             "steps": self._meter.num_steps,
@@ -120,6 +131,7 @@ class EngineCore:
             "step_age_s": self._step_age_s(time.monotonic()),
             "prefill_tokens": self._meter.num_prefill_tokens,
             "output_tokens": self._meter.num_decode_tokens,
+            **(self._lower.stats() if self._lower is not None else {}),
         }
 
     def run(self) -> None:
@@ -133,6 +145,8 @@ class EngineCore:
                 text = "the engine is stopping"
                 self._transport.send(session, wire.Refused(RefuseCode.NO_SESSION, text))
             self._compute.stop(_STOP_TIMEOUT_S)
+            if self._lower is not None:
+                self._lower.close(_STOP_TIMEOUT_S)
             self._executor.close()
             self._transport.close()
 
@@ -165,6 +179,8 @@ class EngineCore:
         events: list[TokenEvent] = []
         if result is not None:
             events = self._commit(result, now)
+        if self._lower is not None:
+            self._lower.turn(now)
         if not self._compute.is_busy and (plan := self._scheduler.schedule()) is not None:
             self._plan = plan
             self._compute.submit(plan)
@@ -213,7 +229,10 @@ class EngineCore:
             self._transport.send(session, wire.TokenBatch(step, session.seen, tuple(items)))
 
     def _publish(self, now: float) -> None:
-        if cache_events := self._scheduler.cache.drain_events():
+        cache_events = self._scheduler.cache.drain_events()
+        if self._lower is not None:
+            cache_events += self._lower.drain_events()
+        if cache_events:
             self._transport.publish(self._stream.append(to_delta(cache_events)))
         if now >= self._report_due_s():
             self._reported_s, self._reported_idle = now, self.is_idle

@@ -42,7 +42,8 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Executed in this order: `ended`, `copies`, `starts`, `slices`."""
+    """Executed in this order: `ended`, `saves`, `loads`, `copies`, `starts`, `slices`. A plan may
+    have nothing to compute, only saves."""
 
     step: int
     ended: tuple[int, ...]
@@ -51,6 +52,10 @@ class StepPlan:
     """Block copies, (source, destination)."""
     starts: tuple[Start, ...]
     slices: tuple[Slice, ...]
+    saves: tuple[tuple[int, int], ...] = ()
+    """Block copies from the device to the host tier, (block, slot)."""
+    loads: tuple[tuple[int, int], ...] = ()
+    """And back, (slot, block)."""
 
     @property
     def num_tokens(self) -> int:
@@ -91,6 +96,8 @@ class ExecutorInfo:
     weight_bytes: int
     device: str
     dtype: str
+    num_slots: int = 0
+    """Blocks of host memory, the tier below."""
 
 
 class Executor(Protocol):
@@ -103,6 +110,11 @@ class Executor(Protocol):
         """Runs one step. A fault that one run causes ends up in `StepResult.failures` and leaves
         the others as if it had not been there; an exception means that the device or the
         executor's own state is lost, and the engine with it."""
+        ...
+
+    def slot_memory(self, slot: int) -> memoryview:
+        """The bytes of a slot of host memory, to read a disk into or to write it from. May be used
+        from any thread while no plan uses the slot."""
         ...
 
     def close(self) -> None: ...

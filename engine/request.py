@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from cache.events import BlockKey
 from cache.keys import KeyRoot
 from cache.prefix import RequestBlocks
+from cache.tiers import Promotion
 from engine.wire import Finish, FinishReason, SamplingParams, TokenLogprobs
 
 RequestKey = tuple[str, str]
@@ -34,6 +35,10 @@ class RequestState:
     block_keys: list[BlockKey] = field(default_factory=list)
     run_id: int | None = None
     table: RequestBlocks | None = None
+    slots: RequestBlocks | None = None
+    """Its table in the host tier, while it has one in the device's and there is that tier."""
+    promotion: Promotion | None = None
+    """While it waits: blocks that are on their way from disk."""
     num_computed_tokens: int = 0
     cached_tokens: int | None = None
     """Prompt tokens found in the cache when it first started; None before."""

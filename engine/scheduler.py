@@ -10,9 +10,11 @@ happens to it meanwhile.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cache.prefix import PrefixCache, RequestBlocks
+from cache.tiers import LowerTiers
 from configs.engine import SchedulerConfig
 from engine.errors import RequestRejected
 from engine.plan import Slice, Start, StepPlan, StepResult
@@ -27,6 +29,8 @@ class _Work:
     request: RequestState
     table: RequestBlocks
     slice: Slice
+    slots: RequestBlocks | None = None
+    """Those of the host tier that its first blocks are loaded from."""
 
 
 @dataclass(slots=True)
@@ -34,6 +38,8 @@ class _Draft:
     """The plan being made."""
 
     budget: int
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    loads: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     starts: dict[int, Start] = field(default_factory=dict)
     work: dict[int, _Work] = field(default_factory=dict)
@@ -43,10 +49,18 @@ class Scheduler:
     """Decides what each step computes."""
 
     def __init__(
-        self, config: SchedulerConfig, cache: PrefixCache, block_size: int, *, reuse: bool = True
+        self,
+        config: SchedulerConfig,
+        cache: PrefixCache,
+        block_size: int,
+        *,
+        reuse: bool = True,
+        tiers: LowerTiers | None = None,
     ) -> None:
+        """`tiers` lie below `cache`; they need `reuse`."""
         self.config = config
         self.cache = cache
+        self.tiers = tiers
         self.block_size = block_size
         self.reuse = reuse
         self.requests: dict[RequestKey, RequestState] = {}
@@ -110,19 +124,27 @@ class Scheduler:
         """The next step, or None when there is nothing to compute."""
         draft = _Draft(self.config.max_num_batched_tokens)
         self.cache.advance(self._step)
+        if self.tiers is not None:
+            # First, while no block of theirs can have been given up.
+            self.tiers.host.advance(self._step)
+            draft.saves = self.tiers.plan_saves()
         if not self._plan_running(draft):
             self._plan_waiting(draft)
-        if not draft.work:
+        if not draft.work and not draft.saves:
             return None
         self._step += 1
         work = list(draft.work.values())
         for item in work:
             self.cache.enter_plan(item.table)
+        if self.tiers is not None:
+            self.tiers.seal(self._step)
         self._in_flight[self._step] = work
         ended, self._ended = tuple(self._ended), []
         return StepPlan(
             step=self._step,
             ended=ended,
+            saves=tuple(draft.saves),
+            loads=tuple(draft.loads),
             copies=tuple(draft.copies),
             starts=tuple(draft.starts.values()),
             slices=tuple(item.slice for item in work),
@@ -139,6 +161,10 @@ class Scheduler:
                     # One request's fault ends that request; the others' results still count.
                     events.append(self._fail(item.request, f"internal error: {error!r}"))
             self.cache.leave_plan(item.table)
+            if item.slots is not None and self.tiers is not None:
+                self.tiers.host.leave_plan(item.slots)
+        if self.tiers is not None:
+            self.tiers.commit(result.step)
         return events
 
     # ------------------------------------------------------------ planning
@@ -173,32 +199,72 @@ class Scheduler:
         return True
 
     def _plan_waiting(self, draft: _Draft) -> None:
-        while self._waiting and draft.budget > 0:
+        position = 0
+        while position < len(self._waiting) and draft.budget > 0:
             if len(self._running) >= self.config.max_num_seqs:
                 return
-            request = self._waiting[0]
-            table = self._find_prefix(request)
-            source, run = self._find_part(request, table)
-            num_cached = len(table.block_ids) * self.block_size + run
-            request.num_computed_tokens = num_cached
-            length = self._length(request, draft)
-            needed = self._blocks_for(num_cached + length) - len(table.block_ids)
-            if needed > self.cache.num_available:
-                request.num_computed_tokens = 0
-                self.cache.release(table)
+            request = self._waiting[position]
+            if request.promotion is not None and not request.promotion.is_over:
+                # Its blocks are on their way: others may go first.
+                position += 1
+                continue
+            if not self._plan_start(request, draft):
                 return
-            self._waiting.pop(0)
-            self._start(request, table, draft)
-            fresh = self._plan_slice(request, length, draft)
-            if run:
-                draft.copies.append((source, fresh[0]))
-                self.num_copied_tokens += run
 
-    def _find_prefix(self, request: RequestState) -> RequestBlocks:
+    def _plan_start(self, request: RequestState, draft: _Draft) -> bool:
+        """Plans a waiting request's first slice. False if there is no room for it now."""
+        table, slots = self._find_prefix(request)
+        num_blocks = len(table.block_ids)
+        num_found = max(num_blocks, len(slots.block_ids) if slots is not None else 0)
+        # What comes from the host has no block yet whose children could be lent.
+        source, run = self._find_part(request, table) if num_found == num_blocks else (-1, 0)
+        request.num_computed_tokens = num_found * self.block_size + run
+        length = self._length(request, draft)
+        needed = self._blocks_for(request.num_computed_tokens + length) - num_blocks
+        if needed > self.cache.num_available:
+            request.num_computed_tokens = 0
+            self._release(table, slots)
+            return False
+        self._waiting.remove(request)
+        self._start(request, table, draft)
+        request.slots, request.promotion = slots, None
+        fresh = self._plan_slice(request, length, draft)
+        if run:
+            draft.copies.append((source, fresh[0]))
+            self.num_copied_tokens += run
+        if num_found > num_blocks:
+            self._plan_loads(request, num_blocks, draft)
+        return True
+
+    def _plan_loads(self, request: RequestState, first: int, draft: _Draft) -> None:
+        """Fills the request's blocks from number `first` on with what its slots hold."""
+        assert request.run_id is not None
+        assert request.table is not None
+        assert request.slots is not None
+        assert self.tiers is not None
+        slots, blocks = request.slots.block_ids, request.table.block_ids
+        draft.loads += zip(slots[first:], blocks[first : len(slots)], strict=True)
+        draft.work[request.run_id].slots = request.slots
+        self.tiers.host.grow(request.slots, len(slots))  # by nothing: counts as a use
+        self.tiers.host.enter_plan(request.slots)
+        self.tiers.counts.loaded += len(slots) - first
+
+    def _find_prefix(self, request: RequestState) -> tuple[RequestBlocks, RequestBlocks | None]:
+        """Tables that begin with what the device, and what the host tier has of the request."""
+        slots = RequestBlocks() if self.tiers is not None else None
         if not self.reuse:
-            return RequestBlocks()
+            return RequestBlocks(), slots
         # At least one token must be computed, or there is nothing to sample from.
-        return self.cache.start(request.block_keys, (request.num_tokens - 1) // self.block_size)
+        limit = (request.num_tokens - 1) // self.block_size
+        table = self.cache.start(request.block_keys, limit)
+        if self.tiers is not None:
+            slots = self.tiers.host.start(request.block_keys, limit)
+        return table, slots
+
+    def _release(self, table: RequestBlocks, slots: RequestBlocks | None) -> None:
+        self.cache.release(table)
+        if slots is not None and self.tiers is not None:
+            self.tiers.host.release(slots)
 
     def _find_part(self, request: RequestState, table: RequestBlocks) -> tuple[int, int]:
         """A block whose beginning is that of the first one not found, and the tokens of it."""
@@ -249,7 +315,13 @@ class Scheduler:
     def _wait(self, request: RequestState) -> None:
         if self.reuse:
             request.extend_keys(request.num_tokens // self.block_size)
-            request.expected_cached_tokens = self.cache.match(request.block_keys) * self.block_size
+            num_found = self.cache.match(request.block_keys)
+            if self.tiers is not None:
+                limit = (request.num_tokens - 1) // self.block_size
+                keys, root = request.block_keys, request.root.root
+                request.promotion = self.tiers.promote(keys, root, num_found, limit)
+                num_found = max(num_found, self.tiers.host.match(keys))
+            request.expected_cached_tokens = num_found * self.block_size
         insort(self._waiting, request, key=_order)
 
     # ------------------------------------------------------------ leaving
@@ -269,9 +341,9 @@ class Scheduler:
         assert request.table is not None
         self._running.remove(request)
         self._ended.append(request.run_id)
-        self.cache.release(request.table)
+        self._release(request.table, request.slots)
         request.run_id = None
-        request.table = None
+        request.table = request.slots = None
         request.num_computed_tokens = 0
 
     def _end(self, request: RequestState) -> None:
@@ -293,6 +365,8 @@ class Scheduler:
             num_full = request.num_computed_tokens // self.block_size
             request.extend_keys(num_full)
             self.cache.publish(item.table, request.root.root, num_full, request.token_ids)
+            if self.tiers is not None and request.slots is not None:
+                self.tiers.published(item.table, request.slots, request.root.root)
         if not item.slice.samples:
             return []
         sampled = result.sampled[run_id]
@@ -319,19 +393,27 @@ class Scheduler:
         listed = {request.key for request in (*self._waiting, *self._running)}
         assert listed == set(self.requests), "a request is lost"
         assert len(listed) == len(self._waiting) + len(self._running), "a request is listed twice"
-        references = [0] * self.cache.pool.num_blocks
-        tables = [request.table for request in self._running]
-        tables += [item.table for work in self._in_flight.values() for item in work]
-        for table in {id(table): table for table in tables}.values():
-            assert table is not None
-            for block_id in (*table.block_ids, *table.twins, *table.loans):
-                references[block_id] += 1
-        for block_id, expected in enumerate(references):
-            assert self.cache.pool.references(block_id) == expected, f"block {block_id} leaks"
+        work = [item for items in self._in_flight.values() for item in items]
+        tables = [request.table for request in self._running] + [item.table for item in work]
+        slots = [request.slots for request in self._running] + [item.slots for item in work]
+        if self.tiers is not None:
+            self.tiers.check_integrity()
+            _check_references(self.tiers.host, [*slots, *self.tiers.tables()])
+        _check_references(self.cache, tables)
         for request in self._running:
             assert request.table is not None
             assert request.num_computed_tokens < request.num_tokens
             assert len(request.table.block_ids) >= self._blocks_for(request.num_computed_tokens)
+
+
+def _check_references(cache: PrefixCache, tables: Iterable[RequestBlocks | None]) -> None:
+    """All blocks are held by these tables, and by nothing else."""
+    references = [0] * cache.pool.num_blocks
+    for table in {id(table): table for table in tables if table is not None}.values():
+        for block_id in (*table.block_ids, *table.twins, *table.loans):
+            references[block_id] += 1
+    for block_id, expected in enumerate(references):
+        assert cache.pool.references(block_id) == expected, f"{cache.tier} {block_id} leaks"
 
 
 def _order(request: RequestState) -> tuple[int, int]:

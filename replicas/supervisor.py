@@ -215,7 +215,7 @@ class EngineSupervisor:
             await asyncio.wait({ended}, timeout=supervision.poll_interval_s)
             stats = await self._ask("stats", ended, supervision.stall_s)
             self._window.add(time.monotonic(), stats)
-            self._gauges.set(self._window.signals())
+            self._gauges.set(self._window.signals(), stats)
             if has_stalled(stats["step_age_s"], stats["step_s"], supervision.stall_s):
                 reason = f"a step has run for {stats['step_age_s']:.0f} s"
                 await self._change(EngineState.STALLED, reason)

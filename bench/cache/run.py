@@ -7,6 +7,7 @@ from random import Random
 
 from bench.cache.bloom import measure_bloom
 from bench.cache.costs import measure_evict, measure_lookup, measure_pool
+from bench.cache.model import measure_share, measure_tiers
 from bench.cache.parts import measure_parts
 from bench.cache.replay import Chain, replay_cache, replay_lru, replay_optimum
 from bench.cache.rivals import measure_rivals
@@ -33,12 +34,19 @@ class Extent:
     trace_requests: int | None
     bloom_rounds: int
     """0: the filters are left out."""
+    with_model: bool
 
 
 FULL = Extent(
-    {"1k": 1_000, "10k": 10_000, "100k": 100_000, "1m": 1_000_000}, 7, 100_000, 60_000, None, 25
+    {"1k": 1_000, "10k": 10_000, "100k": 100_000, "1m": 1_000_000},
+    7,
+    100_000,
+    60_000,
+    None,
+    25,
+    True,
 )
-QUICK = Extent({"1k": 1_000}, 2, 1_000, 2_000, 1_000, 0)
+QUICK = Extent({"1k": 1_000}, 2, 1_000, 2_000, 1_000, 0, False)
 
 
 def bench_cache(extent: Extent, traces: Path, progress: Progress) -> Figures:
@@ -73,6 +81,11 @@ def bench_cache(extent: Extent, traces: Path, progress: Progress) -> Figures:
             continue
         progress(f"hit rate on the {trace} trace")
         figures |= _trace(trace, trace_chains(path, extent.trace_requests))
+    if extent.with_model:
+        progress("share of the default model's steps")
+        figures |= {key: round(value, 3) for key, value in measure_share().items()}
+        progress("time to first token from each tier")
+        figures |= {key: round(value, 1) for key, value in measure_tiers().items()}
     figures["skipped"] = "; ".join(skipped)
     return figures
 

@@ -31,6 +31,12 @@ _OPTIONS = (
     ),
 )
 
+_CACHE_OPTIONS = {
+    "host_memory_bytes": "--kv-host",
+    "disk_path": "--kv-disk",
+    "cache": "--kv-host, --kv-disk",
+}
+
 
 def engine_options(command: _F) -> _F:
     """Adds the options that `engine_config` reads."""
@@ -39,12 +45,16 @@ def engine_options(command: _F) -> _F:
     return command
 
 
-def engine_config(**options: Any) -> EngineConfig:
+def engine_config(
+    kv_host: str | None = None, kv_disk: str | None = None, **options: Any
+) -> EngineConfig:
     """Raises `click.UsageError` with the field, the limit and the value."""
     names = ("model", "device", "dtype", "threads", "max_model_len")
+    cache = {"host_memory_bytes": kv_host, "disk_path": kv_disk}
     try:
-        return EngineConfig(**{name: options[name] for name in names})
+        return EngineConfig.model_validate({**{n: options[n] for n in names}, "cache": cache})
     except ValidationError as error:
         first = error.errors()[0]
-        name = "--" + str(first["loc"][0]).replace("_", "-")
+        where = str(first["loc"][-1])
+        name = _CACHE_OPTIONS.get(where, "--" + where.replace("_", "-"))
         raise click.UsageError(f"{name}: {first['msg']}, got {first['input']!r}") from None

@@ -5,6 +5,7 @@ everything it started ends with it, and its exit code says which of them it was.
 does not end it: its supervisor starts another.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -74,6 +75,10 @@ class Interrupts:
 @click.command()
 @click.argument("config_name", metavar="[CONFIG]", required=False)
 @engine_options
+@click.option("--kv-host", metavar="SIZE", help="Host memory for copies of cached KV, as 4GiB.")
+@click.option(
+    "--kv-disk", metavar="DIR", help="Folder that keeps cached KV, so that it survives a restart."
+)
 @click.option("--replicas", type=click.IntRange(1, 64), help="Engines of the model.  [default: 1]")
 @click.option("--port", type=click.IntRange(1, 65535), help="Port of HTTP.  [default: 8000]")
 @click.option("--name", help="The model's name in the API.  [default: as in --model]")
@@ -94,6 +99,7 @@ def serve(
     Examples:
       shoal serve
       shoal serve --model ./my-model --replicas 2 --port 9000
+      shoal serve --kv-disk ~/.cache/shoal/kv
       shoal serve cluster.yaml --port 9000
     """
     config = _configuration(config_name, replicas, port, name, options)
@@ -161,10 +167,8 @@ def _serve(config: ShoalConfig, phases: Phases, interrupts: Interrupts) -> None:
             interrupts.check()
             from cluster.launch import Cluster
 
-            secret_file = config.cluster_secret_file
-            if secret_file is None:
-                secret_file = str(local_ray.folder / "secret")
-                write_secret(Path(secret_file))
+            if config.cluster_secret_file is None:
+                secret_file = str(_secret_file(config, local_ray.folder))
                 config = config.model_copy(update={"cluster_secret_file": secret_file})
             cluster = Cluster(config, local_ray.socket_folder)
             cluster.start_engines()
@@ -180,6 +184,19 @@ def _serve(config: ShoalConfig, phases: Phases, interrupts: Interrupts) -> None:
         if local_ray.log_folder.is_dir():
             raise ServeFailed(f"{error}\nLogs: {local_ray.log_folder}") from error
         raise
+
+
+def _secret_file(config: ShoalConfig, folder: Path) -> Path:
+    """A secret of this server's own; beside what must be readable after a restart it stays."""
+    disks = [model.engine.cache.disk_path for model in config.models]
+    disk = next((Path(disk) for disk in disks if disk is not None), None)
+    if disk is not None:
+        folder = disk
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / "secret"
+    with contextlib.suppress(FileExistsError):
+        write_secret(path)
+    return path
 
 
 def _with_folders(config: ShoalConfig, phases: Phases) -> ShoalConfig:

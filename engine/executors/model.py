@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from configs.engine import EngineConfig
 from engine.errors import ConfigurationError
 from engine.kernels.batch import AttentionBatch, SequenceSlice
-from engine.models.kv_cache import KVCache, plan_num_blocks
+from engine.models.host_memory import HostMemory
+from engine.models.kv_cache import KVCache, plan_num_blocks, plan_num_slots
 from engine.models.resolve import resolve_model
 from engine.models.traits import fingerprint
 from engine.models.transformers_model import TransformersModel
@@ -65,6 +66,7 @@ class ModelExecutor:
     def __init__(self, model: TransformersModel, cache: KVCache, info: ExecutorInfo) -> None:
         self._model = model
         self._cache = cache
+        self._host = HostMemory(cache, info.num_slots)
         self._info = info
         self._sampler = Sampler(info.eos_token_ids)
         self._runs: dict[int, _Run] = {}
@@ -86,6 +88,7 @@ class ModelExecutor:
                     f"{traits.max_model_len}"
                 )
             num_blocks = plan_num_blocks(traits, config.cache, device)
+            num_slots = plan_num_slots(traits, config.cache)
             cache = KVCache(traits, num_blocks, config.cache.block_size, device)
         except BaseException:
             model.close()
@@ -102,6 +105,7 @@ class ModelExecutor:
             weight_bytes=model.weight_bytes,
             device=str(device),
             dtype=traits.dtype,
+            num_slots=num_slots,
         )
         return cls(model, cache, info)
 
@@ -115,6 +119,8 @@ class ModelExecutor:
         began = time.perf_counter()
         for run_id in plan.ended:
             self._runs.pop(run_id, None)
+        self._host.save(plan.saves)
+        self._host.load(plan.loads)
         if plan.copies:
             self._cache.copy_blocks(plan.copies)
         for start in plan.starts:
@@ -141,6 +147,9 @@ class ModelExecutor:
                 run.sampling.append(token_id)
             sampled[run_id] = draw
         return StepResult(plan.step, sampled, failures, time.perf_counter() - began)
+
+    def slot_memory(self, slot: int) -> memoryview:
+        return self._host.memory(slot)
 
     def close(self) -> None:
         self._runs.clear()

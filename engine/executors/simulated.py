@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from hashlib import blake2b
 
+import numpy as np
+
 from configs.engine import EngineConfig, SimulationConfig
 from engine.plan import ExecutorInfo, Sampled, Slice, StepPlan, StepResult
 from engine.wire import SamplingParams, TokenLogprobs
@@ -70,7 +72,10 @@ class SimulatedExecutor:
         num_blocks = config.cache.num_blocks
         if num_blocks is None:
             num_blocks = max(1, config.cache.memory_bytes // (size * _KV_BYTES_PER_TOKEN))
+        num_slots = config.cache.slot_bytes // (size * _KV_BYTES_PER_TOKEN)
         self._slots = [_EMPTY] * (num_blocks * size)
+        # As large as it says that KV is; of each token's the first eight bytes are used.
+        self._host = np.zeros((num_slots, size, _KV_BYTES_PER_TOKEN // 8), dtype=np.uint64)
         self._runs: dict[int, _Run] = {}
         self._info = ExecutorInfo(
             model="simulated",
@@ -84,6 +89,7 @@ class SimulatedExecutor:
             weight_bytes=0,
             device="simulated",
             dtype="simulated",
+            num_slots=num_slots,
         )
 
     @property
@@ -94,6 +100,10 @@ class SimulatedExecutor:
         for run_id in plan.ended:
             self._runs.pop(run_id, None)
         size = self._info.block_size
+        for block, slot in plan.saves:
+            self._host[slot, :, 0] = self._slots[block * size : (block + 1) * size]
+        for slot, block in plan.loads:
+            self._slots[block * size : (block + 1) * size] = self._host[slot, :, 0].tolist()
         for source, target in plan.copies:
             self._slots[target * size : (target + 1) * size] = self._slots[
                 source * size : (source + 1) * size
@@ -113,6 +123,10 @@ class SimulatedExecutor:
         if cost_s > 0:
             self._sleep(cost_s)
         return StepResult(plan.step, sampled, compute_s=cost_s)
+
+    def slot_memory(self, slot: int) -> memoryview:
+        memory: memoryview = self._host[slot].reshape(-1).view(np.uint8).data
+        return memory
 
     def close(self) -> None:
         self._runs.clear()

@@ -17,22 +17,20 @@ from engine.models.traits import ModelTraits
 
 
 class KVCache:
-    """Keys and values of each layer, ``[num_blocks, kv_heads, block_size, head_dim]``."""
+    """Keys and values of each layer, ``[num_blocks, kv_heads, block_size, head_dim]``: views of
+    `storage`, which has the layer, and 0 for keys or 1 for values, before that."""
 
     def __init__(
         self, traits: ModelTraits, num_blocks: int, block_size: int, device: torch.device
     ) -> None:
-        shape = (num_blocks, traits.num_kv_heads, block_size, traits.head_dim)
-        dtype = getattr(torch, traits.dtype)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers = [
-            (
-                torch.zeros(shape, dtype=dtype, device=device),
-                torch.zeros(shape, dtype=dtype, device=device),
-            )
-            for _ in range(traits.num_layers)
-        ]
+        self.storage = torch.zeros(
+            (traits.num_layers, 2, num_blocks, traits.num_kv_heads, block_size, traits.head_dim),
+            dtype=getattr(torch, traits.dtype),
+            device=device,
+        )
+        self.layers = [(layer[0], layer[1]) for layer in self.storage]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks, (source, destination), in order."""
@@ -42,10 +40,8 @@ class KVCache:
         )
         # At once where order cannot matter, which is what a scheduler's plans look like.
         for group in [pairs] if independent else [[pair] for pair in pairs]:
-            index = torch.tensor(group, device=self.layers[0][0].device)
-            for layer in self.layers:
-                for cache in layer:
-                    cache[index[:, 1]] = cache[index[:, 0]]
+            index = torch.tensor(group, device=self.storage.device)
+            self.storage[:, :, index[:, 1]] = self.storage[:, :, index[:, 0]]
 
 
 def plan_num_blocks(traits: ModelTraits, cache: CacheConfig, device: torch.device) -> int:
@@ -82,3 +78,24 @@ def _available_bytes(device: torch.device) -> int | None:
         except (OSError, KeyError, ValueError):
             return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
+
+
+def plan_num_slots(traits: ModelTraits, cache: CacheConfig) -> int:
+    """Blocks that the host tier holds. Raises `ConfigurationError` when not even one fits the
+    configured memory, or all of them don't fit the machine's."""
+    if not cache.slot_bytes:
+        return 0
+    block_bytes = cache.block_size * traits.kv_bytes_per_token
+    num_slots = cache.slot_bytes // block_bytes
+    if num_slots < 1:
+        raise ConfigurationError(
+            f"cache.host_memory_bytes is {cache.slot_bytes}, less than one KV block of this model: "
+            f"{cache.block_size} tokens take {block_bytes} bytes"
+        )
+    available = _available_bytes(torch.device("cpu"))
+    if available is not None and num_slots * block_bytes > available:
+        raise ConfigurationError(
+            f"cache.host_memory_bytes is {cache.slot_bytes}, and the machine has {available} bytes "
+            f"available"
+        )
+    return num_slots

@@ -5,8 +5,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from cache.events import BlockKey, Tier
 from cache.keys import KeyRoot, key_root
 from cache.prefix import PrefixCache
+from cache.tiers import DiskJob, LowerTiers
 from configs.engine import (
     CacheConfig,
     EngineConfig,
@@ -51,20 +53,30 @@ class Rig:
         *,
         executor: Executor | None = None,
         reuse: bool = True,
+        num_slots: int = 0,
+        disk: "MemoryDisk | None" = None,
         **limits: int,
     ) -> None:
-        config = EngineConfig(
-            executor="simulated",
-            cache=CacheConfig(block_size=BLOCK, num_blocks=num_blocks),
-            simulation=SIMULATION,
+        """With `num_slots` there is a host tier; the jobs of `disk` are left to the test."""
+        cache_config = CacheConfig(
+            block_size=BLOCK, num_blocks=num_blocks, host_memory_bytes=num_slots * BLOCK * 1024
         )
+        config = EngineConfig(executor="simulated", cache=cache_config, simulation=SIMULATION)
         self.executor: Executor = executor or SimulatedExecutor(
             config, sleep=lambda _: None, verify=True
         )
         info = self.executor.info
         self.cache = PrefixCache(num_blocks, block_size=info.block_size)
+        self.tiers: LowerTiers | None = None
+        self.disk = disk
+        if num_slots:
+            self.tiers = LowerTiers(PrefixCache(num_slots, tier=Tier.HOST), disk)
         self.scheduler = Scheduler(
-            SchedulerConfig(**limits), self.cache, info.block_size, reuse=reuse
+            SchedulerConfig(**limits),
+            self.cache,
+            info.block_size,
+            reuse=reuse,
+            tiers=self.tiers,
         )
         self.output: dict[RequestKey, list[int]] = {}
         self.finished: dict[RequestKey, FinishReason] = {}
@@ -109,8 +121,45 @@ class Rig:
                 self.finished[event.request.key] = event.finish.reason
 
     def drain(self) -> None:
-        while self.step() is not None:
+        """Until nothing is left to do, on the disk neither."""
+        while self.step() is not None or self.work_disk():
             self.scheduler.check_integrity()
+
+    def work_disk(self) -> bool:
+        """Does what the disk is asked to. Returns whether there was anything."""
+        if self.tiers is None or self.disk is None:
+            return False
+        jobs = self.tiers.take_jobs()
+        for job in jobs:
+            self.tiers.finish(job, self.disk.run(job, self.executor))
+        return bool(jobs)
+
+
+class MemoryDisk:
+    """A disk's part of the tiers, in a dict that outlives engines."""
+
+    def __init__(self) -> None:
+        self.files: dict[BlockKey, bytes] = {}
+        self.promised: set[BlockKey] = set()
+        """Keys that the filter does not deny, beside those of files."""
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.files or key in self.promised
+
+    def run(self, job: DiskJob, executor: Executor, fails: bool = False) -> list[bool]:
+        """Of a read that fails, something is in the slots all the same."""
+        done = []
+        for key, slot in job.items:
+            memory = executor.slot_memory(slot)
+            if job.is_read:
+                is_there = key in self.files and not fails
+                memory[:] = self.files[key] if is_there else b"\xff" * len(memory)
+                done.append(is_there)
+            else:
+                if not fails:
+                    self.files[key] = memory.tobytes()
+                done.append(not fails)
+        return done
 
 
 def simulated_config(

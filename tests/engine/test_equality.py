@@ -17,7 +17,7 @@ from configs.engine import CacheConfig, EngineConfig
 from engine.executors.model import ModelExecutor
 from engine.models.resolve import resolve_model
 from engine.wire import SamplingParams
-from tests.engine.rig import Rig
+from tests.engine.rig import MemoryDisk, Rig
 from tests.tiny_models import NAMES, tiny_model
 
 pytestmark = pytest.mark.timeout(300)
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.timeout(300)
 LENGTHS = (1, 2, 3, 5, 8, 13, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 100, 128, 301, 700)
 NUM_OUTPUT = 12
 NUM_BLOCKS = 256
+NUM_SLOTS = 300
 SMALL_POOL = 46
 """Blocks in which the longest prompt fits, and all of them together do not."""
 
@@ -62,14 +63,12 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     config = EngineConfig(
         model=str(folder),
         dtype="float32",
-        cache=CacheConfig(num_blocks=NUM_BLOCKS),
+        cache=CacheConfig(num_blocks=NUM_BLOCKS, host_memory_bytes=256 << 20),
         # Matrices this small gain nothing from a second thread.
         threads=None if name == "smollm2" else 1,
     )
     executor = ModelExecutor.load(config)
-    for keys, values in executor._cache.layers:
-        keys.fill_(float("nan"))
-        values.fill_(float("nan"))
+    poison(executor)
     source = random.Random(name)
     first = 1000 if name == "smollm2" else 3
     prompts = [
@@ -78,6 +77,12 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     ]
     yield Subject(name, executor, prompts, _generate(folder, prompts))
     executor.close()
+
+
+def poison(executor: ModelExecutor) -> None:
+    """Nothing that is there now may be read again, on the device or in host memory."""
+    for memory in (executor._cache.storage, executor._host._slots):
+        memory.fill_(float("nan"))
 
 
 def greedy() -> SamplingParams:
@@ -170,7 +175,52 @@ def run_re_added(subject: Subject, sampling: Sequence[SamplingParams]) -> list[l
     return whole
 
 
-WAYS = [run_alone, run_together, run_chunked, run_preempted, run_cached, run_borrowed, run_re_added]
+def run_through_host(subject: Subject, sampling: Sequence[SamplingParams]) -> list[list[int]]:
+    """64 streams in a pool that keeps hardly any prefix, so that they come back from the host."""
+    rig = Rig(SMALL_POOL, executor=subject.executor, num_slots=NUM_SLOTS)
+    for number in range(64):
+        rig.add(
+            str(number), subject.prompts[number % len(LENGTHS)], sampling[number % len(LENGTHS)]
+        )
+    rig.drain()
+    assert rig.scheduler.num_preemptions >= 3
+    assert rig.tiers is not None
+    assert rig.tiers.counts.loaded > 100
+    for number in range(64):
+        assert (
+            rig.output["ingress", str(number)] == rig.output["ingress", str(number % len(LENGTHS))]
+        )
+    return outputs(rig)
+
+
+def run_restarted(subject: Subject, sampling: Sequence[SamplingParams]) -> list[list[int]]:
+    """By an engine that finds what another one has left on disk."""
+    disk = MemoryDisk()
+    former = Rig(NUM_BLOCKS, executor=subject.executor, num_slots=NUM_SLOTS, disk=disk)
+    add_all(former, subject, sampling)
+    former.drain()
+    poison(subject.executor)
+    rig = Rig(NUM_BLOCKS, executor=subject.executor, num_slots=NUM_SLOTS, disk=disk)
+    add_all(rig, subject, sampling)
+    rig.drain()
+    assert rig.tiers is not None
+    num_full = sum((length - 1) // 16 for length in LENGTHS)
+    assert rig.tiers.counts.promoted >= num_full
+    assert rig.tiers.counts.loaded >= num_full
+    return outputs(rig)
+
+
+WAYS = [
+    run_alone,
+    run_together,
+    run_chunked,
+    run_preempted,
+    run_cached,
+    run_borrowed,
+    run_through_host,
+    run_restarted,
+    run_re_added,
+]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -232,7 +232,7 @@ class EngineMachine(RuleBasedStateMachine):
     def commit(self, data: st.DataObject, fails: bool) -> None:
         plan = self.flying.pop(0)
         result = self.rig.executor.execute(plan)
-        if fails and data.draw(st.integers(0, 3)) == 0:
+        if fails and plan.slices and data.draw(st.integers(0, 3)) == 0:
             victim = data.draw(st.sampled_from(plan.slices)).run_id
             sampled = {run: item for run, item in result.sampled.items() if run != victim}
             result = StepResult(plan.step, sampled, failures={victim: "made to fail"})

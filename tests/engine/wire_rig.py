@@ -9,6 +9,7 @@ from engine import wire
 from engine.attempt import EngineStream
 from engine.client import EngineClient
 from engine.core import EngineCore
+from engine.launcher import LocalEngine
 from engine.wire import SamplingParams
 
 
@@ -54,7 +55,9 @@ def add_request(incarnation: int, **changes: object) -> wire.AddRequest:
 
 
 def with_client(
-    core: EngineCore, use: Callable[[EngineClient], Awaitable[None]], timeout_s: float = 30
+    core: EngineCore | LocalEngine,
+    use: Callable[[EngineClient], Awaitable[None]],
+    timeout_s: float = 30,
 ) -> None:
     async def run() -> None:
         async with asyncio.timeout(timeout_s), await EngineClient.connect(core.endpoint) as client:
