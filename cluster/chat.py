@@ -96,6 +96,8 @@ class ChatCompletionRequest(SamplingRequest):
             seed=self.seed,
             num_choices=self.num_choices,
             stops=self.stops,
+            cache_domain=self.cache_domain,
+            retention=self.retention,
         )
 
 

@@ -106,6 +106,8 @@ class CompletionRequest(SamplingRequest):
                 seed=self.seed,
                 num_choices=self.num_choices,
                 stops=self.stops,
+                cache_domain=self.cache_domain,
+                retention=self.retention,
             )
             for prompt in self.prompt
         ]

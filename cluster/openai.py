@@ -25,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 
+from cache.wheel import Retention
 from cluster.generation import Usage
 from cluster.postprocess import OutputDelta
 from engine.wire import SamplingParams
@@ -113,6 +114,12 @@ class SamplingRequest(RequestPart):
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     ignore_eos: bool | None = None
+    cache_salt: Annotated[Text, Field(min_length=1, max_length=256)] | None = None
+    """Cached prefixes are shared only among requests with the same one."""
+
+    # ---- our own
+    cache_retention: Literal["low", "normal", "pinned"] | None = None
+    """How much the prompt is worth keeping: `low` for work that does not come back."""
 
     @field_validator("stop")
     @classmethod
@@ -142,6 +149,14 @@ class SamplingRequest(RequestPart):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def cache_domain(self) -> str:
+        return self.cache_salt or ""
+
+    @property
+    def retention(self) -> Retention:
+        return Retention[(self.cache_retention or "normal").upper()]
 
     def sampling(self, logprobs: int | None) -> SamplingParams:
         """`logprobs`: how many likeliest tokens to report beside each token; None: nothing."""

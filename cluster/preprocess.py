@@ -15,6 +15,7 @@ import msgspec
 
 from cache.events import BlockKey
 from cache.keys import KeyRoot
+from cache.wheel import Retention
 from cluster.postprocess import OutputRules
 from cluster.tokenizer import TemplateRefused, Tokenizer
 from engine.attempt import EngineRequest
@@ -72,6 +73,9 @@ class GenerationRequest:
     """None: a random one."""
     num_choices: int = 1
     stops: tuple[str, ...] = ()
+    cache_domain: str = ""
+    """Cached blocks are shared within it only."""
+    retention: Retention = Retention.NORMAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +141,8 @@ class Preprocessor:
                     choice=choice,
                 ),
                 request_id=f"{request_id}-{choice}",
+                cache_domain=request.cache_domain,
+                retention=request.retention,
             )
             for choice in range(request.num_choices)
         )

@@ -156,7 +156,8 @@ class ServedModel:
         while self._preprocessor is None or (info := self._known_info()) is None:
             await self._hold(end_s)
         times = RequestTimes()
-        root = key_root(self._identity.secret, info.fingerprint, "", info.block_size)
+        domain = request.cache_domain
+        root = key_root(self._identity.secret, info.fingerprint, domain, info.block_size)
         prepared = await self._preprocessor.prepare(request_id, request, ModelLimits.of(info), root)
         sampling = prepared.choices[0].sampling
         route = RouteRequest(

@@ -28,6 +28,12 @@ class CacheConfig(Section):
     reuse_partial_blocks: bool = restart(
         True, "Copy the beginning of a block that begins like the next one needed."
     )
+    pin_steps: int = restart(
+        100_000,
+        "Engine steps for which a prefix stays pinned after the last request that asked for it.",
+        ge=1,
+        le=1 << 40,
+    )
     host_memory_bytes: Annotated[ByteSize, Field(ge=0, le=1 << 46)] | None = restart(
         None,
         "Host memory that keeps copies of cached blocks; 0: none; none given: 256 MiB beside a "

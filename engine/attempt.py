@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from cache.wheel import Retention
 from engine.errors import EngineLost
 from engine.wire import SamplingParams, TokenItem
 
@@ -29,6 +30,7 @@ class EngineRequest:
     """What earlier attempts delivered."""
     priority: int = 0
     cache_domain: str = ""
+    retention: Retention = Retention.NORMAL
 
 
 class StreamOwner(Protocol):

@@ -173,6 +173,7 @@ class EngineClient:
                 output_ids=tuple(request.output_ids),
                 priority=request.priority,
                 cache_domain=request.cache_domain,
+                retention=request.retention,
             )
         )
         limit = self.info.max_message_bytes

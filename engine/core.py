@@ -332,6 +332,8 @@ class EngineCore:
             ),
             end_token_ids=frozenset((*ends, *sampling.stop_token_ids)),
             priority=message.priority,
+            retention=message.retention,
+            pin_steps=self.config.cache.pin_steps,
         )
         events = self._scheduler.add(request)
         self._owners[key] = session

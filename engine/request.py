@@ -11,6 +11,7 @@ from cache.events import BlockKey
 from cache.keys import KeyRoot
 from cache.prefix import RequestBlocks
 from cache.tiers import Promotion
+from cache.wheel import Retention
 from engine.wire import Finish, FinishReason, SamplingParams, TokenLogprobs
 
 RequestKey = tuple[str, str]
@@ -30,6 +31,9 @@ class RequestState:
     end_token_ids: frozenset[int]
     """Any of these ends the request, once `min_tokens` are out."""
     priority: int = 0
+    retention: Retention = Retention.NORMAL
+    pin_steps: int = 0
+    """How long its blocks stay pinned once it has ended, if `retention` is that."""
     ticket: int = 0
     """Order of arrival; kept over preemption."""
     block_keys: list[BlockKey] = field(default_factory=list)

@@ -11,38 +11,15 @@ happens to it meanwhile.
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from cache.prefix import PrefixCache, RequestBlocks
 from cache.tiers import LowerTiers
 from configs.engine import SchedulerConfig
+from engine.draft import Draft, Work
 from engine.errors import RequestRejected
 from engine.plan import Slice, Start, StepPlan, StepResult
 from engine.request import RequestKey, RequestState, TokenEvent
 from engine.wire import Finish, FinishReason, RejectCode
-
-
-@dataclass(slots=True)
-class _Work:
-    """A slice, and whose it is."""
-
-    request: RequestState
-    table: RequestBlocks
-    slice: Slice
-    slots: RequestBlocks | None = None
-    """Those of the host tier that its first blocks are loaded from."""
-
-
-@dataclass(slots=True)
-class _Draft:
-    """The plan being made."""
-
-    budget: int
-    saves: list[tuple[int, int]] = field(default_factory=list)
-    loads: list[tuple[int, int]] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    starts: dict[int, Start] = field(default_factory=dict)
-    work: dict[int, _Work] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -70,7 +47,7 @@ class Scheduler:
         self._running: list[RequestState] = []
         self._waiting: list[RequestState] = []
         self._ended: list[int] = []
-        self._in_flight: dict[int, list[_Work]] = {}
+        self._in_flight: dict[int, list[Work]] = {}
         self._step = 0
         self._next_run = 0
         self._next_ticket = 0
@@ -122,7 +99,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute."""
-        draft = _Draft(self.config.max_num_batched_tokens)
+        draft = Draft(self.config.max_num_batched_tokens)
         self.cache.advance(self._step)
         if self.tiers is not None:
             # First, while no block of theirs can have been given up.
@@ -130,7 +107,7 @@ class Scheduler:
             draft.saves = self.tiers.plan_saves()
         if not self._plan_running(draft):
             self._plan_waiting(draft)
-        if not draft.work and not draft.saves:
+        if draft.is_empty:
             return None
         self._step += 1
         work = list(draft.work.values())
@@ -140,15 +117,7 @@ class Scheduler:
             self.tiers.seal(self._step)
         self._in_flight[self._step] = work
         ended, self._ended = tuple(self._ended), []
-        return StepPlan(
-            step=self._step,
-            ended=ended,
-            saves=tuple(draft.saves),
-            loads=tuple(draft.loads),
-            copies=tuple(draft.copies),
-            starts=tuple(draft.starts.values()),
-            slices=tuple(item.slice for item in work),
-        )
+        return draft.as_plan(self._step, ended)
 
     def commit(self, result: StepResult) -> list[TokenEvent]:
         """Takes over what a step computed, and gives its blocks free."""
@@ -169,7 +138,7 @@ class Scheduler:
 
     # ------------------------------------------------------------ planning
 
-    def _plan_running(self, draft: _Draft) -> bool:
+    def _plan_running(self, draft: Draft) -> bool:
         """Returns whether anything had to be preempted."""
         before = self.num_preemptions
         for request in list(self._running):
@@ -181,7 +150,7 @@ class Scheduler:
                 self._plan_slice(request, length, draft)
         return self.num_preemptions > before
 
-    def _make_room(self, request: RequestState, length: int, draft: _Draft) -> bool:
+    def _make_room(self, request: RequestState, length: int, draft: Draft) -> bool:
         """Preempts until `length` more tokens fit. False if it was itself the one to go, or if
         the room comes only when a plan in flight is committed."""
         table = request.table
@@ -198,7 +167,7 @@ class Scheduler:
                 return False
         return True
 
-    def _plan_waiting(self, draft: _Draft) -> None:
+    def _plan_waiting(self, draft: Draft) -> None:
         position = 0
         while position < len(self._waiting) and draft.budget > 0:
             if len(self._running) >= self.config.max_num_seqs:
@@ -211,7 +180,7 @@ class Scheduler:
             if not self._plan_start(request, draft):
                 return
 
-    def _plan_start(self, request: RequestState, draft: _Draft) -> bool:
+    def _plan_start(self, request: RequestState, draft: Draft) -> bool:
         """Plans a waiting request's first slice. False if there is no room for it now."""
         table, slots = self._find_prefix(request)
         num_blocks = len(table.block_ids)
@@ -236,7 +205,7 @@ class Scheduler:
             self._plan_loads(request, num_blocks, draft)
         return True
 
-    def _plan_loads(self, request: RequestState, first: int, draft: _Draft) -> None:
+    def _plan_loads(self, request: RequestState, first: int, draft: Draft) -> None:
         """Fills the request's blocks from number `first` on with what its slots hold."""
         assert request.run_id is not None
         assert request.table is not None
@@ -259,6 +228,9 @@ class Scheduler:
         table = self.cache.start(request.block_keys, limit)
         if self.tiers is not None:
             slots = self.tiers.host.start(request.block_keys, limit)
+        for each in (table, slots):
+            if each is not None:
+                each.retention, each.ttl = request.retention, request.pin_steps
         return table, slots
 
     def _release(self, table: RequestBlocks, slots: RequestBlocks | None) -> None:
@@ -274,7 +246,7 @@ class Scheduler:
         end = min(start + self.block_size, request.num_tokens - 1)
         return self.cache.borrow(table, request.root.root, request.token_ids[start:end])
 
-    def _start(self, request: RequestState, table: RequestBlocks, draft: _Draft) -> None:
+    def _start(self, request: RequestState, table: RequestBlocks, draft: Draft) -> None:
         self._next_run += 1
         request.run_id = self._next_run
         request.table = table
@@ -289,7 +261,7 @@ class Scheduler:
             tuple(table.block_ids),
         )
 
-    def _plan_slice(self, request: RequestState, length: int, draft: _Draft) -> list[int]:
+    def _plan_slice(self, request: RequestState, length: int, draft: Draft) -> list[int]:
         """Returns the blocks that were added for it."""
         assert request.run_id is not None
         assert request.table is not None
@@ -298,14 +270,14 @@ class Scheduler:
         assert fresh is not None
         samples = start + length == request.num_tokens
         draft.budget -= length
-        draft.work[request.run_id] = _Work(
+        draft.work[request.run_id] = Work(
             request,
             request.table,
             Slice(request.run_id, start, length, tuple(fresh), samples),
         )
         return fresh
 
-    def _length(self, request: RequestState, draft: _Draft) -> int:
+    def _length(self, request: RequestState, draft: Draft) -> int:
         pending = request.num_tokens - request.num_computed_tokens
         return min(pending, self.config.long_prefill_threshold, draft.budget)
 
@@ -326,7 +298,7 @@ class Scheduler:
 
     # ------------------------------------------------------------ leaving
 
-    def _preempt(self, request: RequestState, draft: _Draft) -> None:
+    def _preempt(self, request: RequestState, draft: Draft) -> None:
         """Back to the queue, to be computed again; its part of the draft is refunded."""
         assert request.run_id is not None
         if (work := draft.work.pop(request.run_id, None)) is not None:
@@ -355,7 +327,7 @@ class Scheduler:
             assert self._waiting[position] is request
             self._waiting.pop(position)
 
-    def _commit_slice(self, item: _Work, result: StepResult) -> list[TokenEvent]:
+    def _commit_slice(self, item: Work, result: StepResult) -> list[TokenEvent]:
         request, run_id = item.request, item.slice.run_id
         offset = request.num_output_tokens
         if run_id in result.failures:

@@ -17,8 +17,9 @@ import msgspec
 from msgspec import Meta
 
 from cache.events import Tier
+from cache.wheel import Retention
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 TokenIds: TypeAlias = tuple[TokenId, ...]
@@ -138,6 +139,8 @@ class AddRequest(Message, frozen=True):
     """Lower runs first."""
     cache_domain: Annotated[str, Meta(max_length=256)] = ""
     """Requests share cached blocks only within one domain."""
+    retention: Retention = Retention.NORMAL
+    """How much its blocks are worth keeping."""
 
 
 class Abort(Message, frozen=True):

@@ -149,6 +149,19 @@ def test_cached_tokens_are_reported(served: Served) -> None:
     assert usage.prompt_tokens - 16 <= cached < usage.prompt_tokens
 
 
+def test_a_salt_keeps_prefixes_apart(served: Served) -> None:
+    long: Any = [{"role": "user", "content": "six seven eight nine ten " * 40}]
+
+    def cached(salt: str) -> int:
+        usage = _ask(served, messages=long, max_tokens=1, extra_body={"cache_salt": salt}).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        return usage.prompt_tokens_details.cached_tokens or 0
+
+    assert [cached(salt) for salt in ("one", "other")] == [0, 0]
+    assert min(cached(salt) for salt in ("one", "other")) > 100
+
+
 def test_an_answer_can_be_sent_back_as_history(served: Served) -> None:
     message = _ask(served, max_tokens=3).choices[0].message
     _ask(served, max_tokens=3, messages=[*_HELLO, message, *_HELLO])

@@ -9,6 +9,7 @@ from cache.events import BlockKey, Tier
 from cache.keys import KeyRoot, key_root
 from cache.prefix import PrefixCache
 from cache.tiers import DiskJob, LowerTiers
+from cache.wheel import Retention
 from configs.engine import (
     CacheConfig,
     EngineConfig,
@@ -89,6 +90,7 @@ class Rig:
         output: Sequence[int] = (),
         priority: int = 0,
         root: KeyRoot | None = None,
+        retention: Retention = Retention.NORMAL,
     ) -> RequestState:
         info = self.executor.info
         request = RequestState(
@@ -100,6 +102,8 @@ class Rig:
             root=root or key_root(b"k" * 32, info.fingerprint, "", info.block_size),
             end_token_ids=frozenset(() if sampling.ignore_eos else info.eos_token_ids),
             priority=priority,
+            retention=retention,
+            pin_steps=1000,
         )
         self.output[request.key] = list(output)
         self.take(self.scheduler.add(request))

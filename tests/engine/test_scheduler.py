@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cache.keys import key_root
+from cache.wheel import Retention
 from configs.engine import SchedulerConfig
 from engine.errors import RequestRejected
 from engine.plan import StepPlan, StepResult
@@ -81,6 +82,23 @@ def test_another_domain_lends_nothing() -> None:
     assert plan is not None
     assert plan.copies == ()
     assert request.cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("weaker", "stronger"),
+    [(Retention.LOW, Retention.NORMAL), (Retention.NORMAL, Retention.PINNED)],
+)
+def test_what_is_worth_more_stays_longer(weaker: Retention, stronger: Retention) -> None:
+    """Three blocks each in a pool of eight: the next one of three makes one of them go."""
+    rig = Rig(8)
+    kept = rig.add("kept", [1] * 13, sampling(1), retention=stronger)
+    rig.drain()
+    gone = rig.add("gone", [2] * 13, sampling(1), retention=weaker)
+    rig.drain()
+    rig.add("newest", [3] * 13, sampling(1))
+    rig.drain()
+    assert rig.cache.match(kept.block_keys) == 3
+    assert rig.cache.match(gone.block_keys) < 3
 
 
 def _places(rig: Rig) -> list[tuple[tuple[int, tuple[int, ...]], int]]:
