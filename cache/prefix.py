@@ -12,7 +12,7 @@ Invariants:
   roots, that is cache domains or models.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cache.events import BlockKey, CacheEvent, Removed, Stored, Tier
@@ -334,6 +334,15 @@ class PrefixCache:
         wheel.forget(freed)
         self.pool.free(freed)
         self.num_evicted += count
+
+    def check_references(self, tables: Iterable[RequestBlocks | None]) -> None:
+        """Raises `AssertionError` unless blocks are held by these tables, and by nothing else."""
+        references = [0] * self.pool.num_blocks
+        for table in {id(table): table for table in tables if table is not None}.values():
+            for block_id in (*table.block_ids, *table.twins, *table.loans):
+                references[block_id] += 1
+        for block_id, expected in enumerate(references):
+            assert self.pool.references(block_id) == expected, f"{self.tier} {block_id} leaks"
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` if an invariant of this file is broken."""

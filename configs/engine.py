@@ -80,6 +80,9 @@ class SchedulerConfig(Section):
     long_prefill_threshold: int = live(
         1024, "Most tokens one request may compute in a step.", ge=1, le=1 << 20
     )
+    overlap: bool = live(
+        True, "Plan a step while the one before it runs, so that the device does not wait."
+    )
     max_waiting: int = live(
         4096, "Requests that may wait; beyond it one is refused.", ge=1, le=1 << 20
     )

@@ -7,6 +7,7 @@ compute thread touches the executor. They exchange a StepPlan for a StepResult a
 import logging
 import secrets
 import time
+from collections import deque
 
 from cache.keys import KEY_SCHEMA, key_root
 from cache.prefix import PrefixCache
@@ -14,12 +15,12 @@ from configs.engine import EngineConfig, SchedulerConfig
 from configs.secret import read_secret
 from engine import wire
 from engine.admission import check, context_limit
-from engine.compute import ComputeThread
+from engine.compute import ComputeThread, Step
 from engine.curve import CurveKeys
 from engine.disk_io import DiskIO
 from engine.errors import RequestRejected
 from engine.load import LoadMeter
-from engine.plan import Executor, StepPlan, StepResult
+from engine.plan import Executor, StepPlan
 from engine.request import RequestKey, RequestState, TokenEvent
 from engine.scheduler import Scheduler
 from engine.stream import StreamLog, to_delta
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 _UNSENT_RETRY_S = 0.005
 _STOP_TIMEOUT_S = 5.0
 _MIN_REPORT_INTERVAL_S = 0.01
+_PLAN_EARLY = 0.2
+_PLAN_LEAD_S = 0.003
+"""A step is planned this share of the running one, and this long, before that one's usual end."""
 
 
 class EngineCore:
@@ -72,7 +76,10 @@ class EngineCore:
         self._compute = ComputeThread(executor, self._transport.wake)
         self._meter = LoadMeter()
         self._owners: dict[RequestKey, Session] = {}
-        self._plan: StepPlan | None = None
+        self._plans: deque[StepPlan] = deque()
+        """Submitted and not committed: the one that runs, and perhaps the next."""
+        self._ahead_s = 0.0
+        """When to plan the next one."""
         self._reported_s = 0.0
         self._reported_idle = False
         self._is_stopping = False
@@ -128,7 +135,7 @@ class EngineCore:
             "busy_s": self._meter.busy_s,
             "prefill_tokens_per_s": self._meter.prefill_tokens_per_s,
             "step_s": self._meter.last_step_s,
-            "step_age_s": self._step_age_s(time.monotonic()),
+            "step_age_s": self._compute.step_age_s(time.monotonic()),
             "prefill_tokens": self._meter.num_prefill_tokens,
             "output_tokens": self._meter.num_decode_tokens,
             **(self._lower.stats() if self._lower is not None else {}),
@@ -175,15 +182,12 @@ class EngineCore:
         now = time.monotonic()
         for item in self._transport.receive(now, self._hello):
             self._handle(item)
-        result = self._compute.take()
         events: list[TokenEvent] = []
-        if result is not None:
-            events = self._commit(result, now)
+        while (step := self._compute.take()) is not None:
+            events += self._commit(step)
         if self._lower is not None:
             self._lower.turn(now)
-        if not self._compute.is_busy and (plan := self._scheduler.schedule()) is not None:
-            self._plan = plan
-            self._compute.submit(plan)
+        self._plan(now)
         # Sent while the next step computes.
         if events:
             self._emit(events)
@@ -194,13 +198,38 @@ class EngineCore:
         """How long nothing needs to be done unless something arrives."""
         if self._transport.has_unsent:
             return _UNSENT_RETRY_S
-        return max(0.0, self._report_due_s() - time.monotonic())
+        due_s, now = self._report_due_s(), time.monotonic()
+        if self._compute.num_open == 1 and now < self._ahead_s:
+            due_s = min(due_s, self._ahead_s)
+        return max(0.0, due_s - now)
 
-    def _commit(self, result: StepResult, now: float) -> list[TokenEvent]:
-        assert self._plan is not None
-        self._meter.add(self._plan, result, now - self._compute.started_s)
-        self._plan = None
-        return self._scheduler.commit(result)
+    def _plan(self, now: float) -> None:
+        """Gives the device the next step, and the one after it when the time has come."""
+        while self._compute.num_open == 0 or self._may_plan_ahead(now):
+            plan = self._scheduler.schedule()
+            if plan is None:
+                return
+            self._plans.append(plan)
+            self._compute.submit(plan)
+            if len(self._plans) == 1:
+                self._await(plan, now)
+
+    def _may_plan_ahead(self, now: float) -> bool:
+        is_wanted = self._scheduler_config.overlap and self._compute.num_open == 1
+        return is_wanted and now >= self._ahead_s
+
+    def _await(self, plan: StepPlan, began_s: float) -> None:
+        """The plan runs from `began_s` on. The next one is made shortly before its end, so that
+        it has all requests that come until then."""
+        usual_s = self._meter.usual_s(plan)
+        self._ahead_s = began_s + max(0.0, usual_s * (1 - _PLAN_EARLY) - _PLAN_LEAD_S)
+
+    def _commit(self, step: Step) -> list[TokenEvent]:
+        assert self._plans.popleft() is step.plan
+        self._meter.add(step.plan, step.result, step.duration_s)
+        if self._plans:
+            self._await(self._plans[0], step.ended_s)
+        return self._scheduler.commit(step.result)
 
     def _emit(self, events: list[TokenEvent]) -> None:
         """One TokenBatch for each ingress that has output."""
@@ -257,13 +286,10 @@ class EngineCore:
             prefill_tokens_per_s=meter.prefill_tokens_per_s,
             decode_tokens_per_s=meter.decode_tokens_per_s,
             step_s=meter.last_step_s,
-            step_age_s=self._step_age_s(now),
+            step_age_s=self._compute.step_age_s(now),
             preemptions=scheduler.num_preemptions,
             seen={s.ingress_id: s.seen for s in self._transport.sessions.values()},
         )
-
-    def _step_age_s(self, now: float) -> float:
-        return now - self._compute.started_s if self._compute.is_busy else 0.0
 
     # ------------------------------------------------------------ messages
 

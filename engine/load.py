@@ -6,6 +6,8 @@ Invariant: idle time counts for nothing; only the length of steps that did the w
 from engine.plan import StepPlan, StepResult
 
 _HALF_LIFE_S = 10.0
+_WEIGHT = 0.3
+"""Of the newest step in what such steps take."""
 
 
 class _Rate:
@@ -39,6 +41,12 @@ class LoadMeter:
         self.last_step_s = 0.0
         self._prefill = _Rate()
         self._decode = _Rate()
+        self._usual_s: dict[int, float] = {}
+        """What a step takes, by the binary magnitude of its tokens."""
+
+    def usual_s(self, plan: StepPlan) -> float:
+        """What a step like this one has taken of late; 0 when there was none."""
+        return self._usual_s.get(plan.num_tokens.bit_length(), 0.0)
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -56,6 +64,9 @@ class LoadMeter:
         self.num_tokens += plan.num_tokens
         self.busy_s += step_s
         self.last_step_s = step_s
+        magnitude = plan.num_tokens.bit_length()
+        usual_s = self._usual_s.get(magnitude, step_s)
+        self._usual_s[magnitude] = usual_s + _WEIGHT * (step_s - usual_s)
         self.num_prefill_tokens += num_prefill
         self.num_decode_tokens += len(result.sampled)
         if num_prefill:

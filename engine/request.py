@@ -1,7 +1,8 @@
 """One request as the scheduler sees it.
 
 Invariant: `token_ids` is prompt and output, in order; `num_computed_tokens` of them have KV in
-`table`. Whatever a request is waiting for, it is the difference of the two that a step closes.
+`table`. Whatever a request is waiting for, it is the difference of the two that a step closes. What
+is planned and not committed runs ahead of both: `num_planned_tokens`, `num_unknown_tokens`.
 """
 
 from collections.abc import Sequence
@@ -44,6 +45,12 @@ class RequestState:
     promotion: Promotion | None = None
     """While it waits: blocks that are on their way from disk."""
     num_computed_tokens: int = 0
+    num_planned_tokens: int = 0
+    """Computed, or to be by plans that are not committed."""
+    num_unknown_tokens: int = 0
+    """That those plans will draw: known to the executor when it needs them."""
+    is_held_back: bool = False
+    """To be preempted as soon as none of its plans is in flight."""
     cached_tokens: int | None = None
     """Prompt tokens found in the cache when it first started; None before."""
     num_preemptions: int = 0
@@ -53,6 +60,16 @@ class RequestState:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_unplanned_tokens(self) -> int:
+        """What a next plan can compute."""
+        return len(self.token_ids) + self.num_unknown_tokens - self.num_planned_tokens
+
+    @property
+    def is_surely_complete(self) -> bool:
+        """Whether the plans that are not committed reach its limit."""
+        return self.num_output_tokens + self.num_unknown_tokens >= self.sampling.max_tokens
 
     @property
     def num_output_tokens(self) -> int:

@@ -5,12 +5,12 @@ difference. Chunked prefill, cache hits, decode, and coming back after preemptio
 that same arithmetic. `add`, `abort`, `schedule` and `commit` are the only mutators; nothing here
 reads a clock or does I/O.
 
-A request in a plan that is not committed yet is not planned again, and keeps its blocks whatever
-happens to it meanwhile.
+A request in a plan that is not committed keeps its blocks whatever happens to it meanwhile. With
+`overlap` it may be in one more: the token that the first draws is then known to the executor alone,
+which is where it is needed. What the second computes for a request that has ended is dropped.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
 
 from cache.prefix import PrefixCache, RequestBlocks
 from cache.tiers import LowerTiers
@@ -20,6 +20,9 @@ from engine.errors import RequestRejected
 from engine.plan import Slice, Start, StepPlan, StepResult
 from engine.request import RequestKey, RequestState, TokenEvent
 from engine.wire import Finish, FinishReason, RejectCode
+
+_MAX_IN_FLIGHT = 2
+"""Plans that one request may be in: the one that runs, and the next."""
 
 
 class Scheduler:
@@ -142,25 +145,39 @@ class Scheduler:
         """Returns whether anything had to be preempted."""
         before = self.num_preemptions
         for request in list(self._running):
-            table = request.table
-            if table is None or table.in_flight:
+            if not self._may_plan(request):
                 continue
             length = self._length(request, draft)
             if length > 0 and self._make_room(request, length, draft):
                 self._plan_slice(request, length, draft)
         return self.num_preemptions > before
 
+    def _may_plan(self, request: RequestState) -> bool:
+        table = request.table
+        if table is None:  # Preempted a moment ago.
+            return False
+        if not table.in_flight:
+            request.is_held_back = False
+            return True
+        return (
+            self.config.overlap
+            and table.in_flight < _MAX_IN_FLIGHT
+            and not request.is_held_back
+            and not request.is_surely_complete
+        )
+
     def _make_room(self, request: RequestState, length: int, draft: Draft) -> bool:
         """Preempts until `length` more tokens fit. False if it was itself the one to go, or if
         the room comes only when a plan in flight is committed."""
         table = request.table
         assert table is not None
-        num_blocks = self._blocks_for(request.num_computed_tokens + length)
+        num_blocks = self._blocks_for(request.num_planned_tokens + length)
         needed = num_blocks - len(table.block_ids)
         while needed > self.cache.num_available:
             victim = max(self._running, key=_order)
             assert victim.table is not None
             if victim.table.in_flight:
+                victim.is_held_back = True
                 return False
             self._preempt(victim, draft)
             if victim is request:
@@ -187,16 +204,17 @@ class Scheduler:
         num_found = max(num_blocks, len(slots.block_ids) if slots is not None else 0)
         # What comes from the host has no block yet whose children could be lent.
         source, run = self._find_part(request, table) if num_found == num_blocks else (-1, 0)
-        request.num_computed_tokens = num_found * self.block_size + run
+        request.num_planned_tokens = num_found * self.block_size + run
         length = self._length(request, draft)
-        needed = self._blocks_for(request.num_computed_tokens + length) - num_blocks
+        needed = self._blocks_for(request.num_planned_tokens + length) - num_blocks
         if needed > self.cache.num_available:
-            request.num_computed_tokens = 0
+            request.num_planned_tokens = 0
             self._release(table, slots)
             return False
         self._waiting.remove(request)
         self._start(request, table, draft)
         request.slots, request.promotion = slots, None
+        request.num_computed_tokens = request.num_planned_tokens
         fresh = self._plan_slice(request, length, draft)
         if run:
             draft.copies.append((source, fresh[0]))
@@ -251,7 +269,7 @@ class Scheduler:
         request.run_id = self._next_run
         request.table = table
         if request.cached_tokens is None:
-            request.cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+            request.cached_tokens = min(request.num_planned_tokens, request.num_prompt_tokens)
         self._running.append(request)
         draft.starts[request.run_id] = Start(
             request.run_id,
@@ -265,10 +283,12 @@ class Scheduler:
         """Returns the blocks that were added for it."""
         assert request.run_id is not None
         assert request.table is not None
-        start = request.num_computed_tokens
+        start = request.num_planned_tokens
         fresh = self.cache.grow(request.table, self._blocks_for(start + length))
         assert fresh is not None
-        samples = start + length == request.num_tokens
+        samples = length == request.num_unplanned_tokens
+        request.num_planned_tokens += length
+        request.num_unknown_tokens += samples
         draft.budget -= length
         draft.work[request.run_id] = Work(
             request,
@@ -278,8 +298,7 @@ class Scheduler:
         return fresh
 
     def _length(self, request: RequestState, draft: Draft) -> int:
-        pending = request.num_tokens - request.num_computed_tokens
-        return min(pending, self.config.long_prefill_threshold, draft.budget)
+        return min(request.num_unplanned_tokens, self.config.long_prefill_threshold, draft.budget)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -317,6 +336,7 @@ class Scheduler:
         request.run_id = None
         request.table = request.slots = None
         request.num_computed_tokens = 0
+        request.num_planned_tokens = request.num_unknown_tokens = 0
 
     def _end(self, request: RequestState) -> None:
         del self.requests[request.key]
@@ -333,6 +353,7 @@ class Scheduler:
         if run_id in result.failures:
             return [self._fail(request, result.failures[run_id])]
         request.num_computed_tokens += item.slice.length
+        request.num_unknown_tokens -= item.slice.samples
         if self.reuse:
             num_full = request.num_computed_tokens // self.block_size
             request.extend_keys(num_full)
@@ -370,22 +391,16 @@ class Scheduler:
         slots = [request.slots for request in self._running] + [item.slots for item in work]
         if self.tiers is not None:
             self.tiers.check_integrity()
-            _check_references(self.tiers.host, [*slots, *self.tiers.tables()])
-        _check_references(self.cache, tables)
+            self.tiers.host.check_references([*slots, *self.tiers.tables()])
+        self.cache.check_references(tables)
         for request in self._running:
             assert request.table is not None
             assert request.num_computed_tokens < request.num_tokens
-            assert len(request.table.block_ids) >= self._blocks_for(request.num_computed_tokens)
-
-
-def _check_references(cache: PrefixCache, tables: Iterable[RequestBlocks | None]) -> None:
-    """All blocks are held by these tables, and by nothing else."""
-    references = [0] * cache.pool.num_blocks
-    for table in {id(table): table for table in tables if table is not None}.values():
-        for block_id in (*table.block_ids, *table.twins, *table.loans):
-            references[block_id] += 1
-    for block_id, expected in enumerate(references):
-        assert cache.pool.references(block_id) == expected, f"{cache.tier} {block_id} leaks"
+            ahead = [item.slice for item in work if item.slice.run_id == request.run_id]
+            num_ahead = sum(each.length for each in ahead)
+            assert request.num_planned_tokens == request.num_computed_tokens + num_ahead
+            assert request.num_unknown_tokens == sum(each.samples for each in ahead)
+            assert len(request.table.block_ids) >= self._blocks_for(request.num_planned_tokens)
 
 
 def _order(request: RequestState) -> tuple[int, int]:

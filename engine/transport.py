@@ -8,6 +8,7 @@ logged.
 
 import contextlib
 import logging
+import math
 import os
 import select
 from collections import deque
@@ -106,7 +107,8 @@ class EngineTransport:
 
     def wait(self, timeout_s: float) -> None:
         """Returns when something has arrived, after `wake`, or after `timeout_s`."""
-        self._poller.poll(max(0, int(timeout_s * 1000)))
+        # Rounded up, or the last fraction of a millisecond would be spent turning.
+        self._poller.poll(max(0, math.ceil(timeout_s * 1000)))
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
 

@@ -129,6 +129,19 @@ class Rig:
         while self.step() is not None or self.work_disk():
             self.scheduler.check_integrity()
 
+    def drain_overlapped(self) -> int:
+        """As `drain`, each step planned before the one before it is committed, and executed after.
+        Returns the number of steps."""
+        running, count = self.scheduler.schedule(), 0
+        while running is not None:
+            ahead = self.scheduler.schedule()
+            self.scheduler.check_integrity()
+            self.take(self.scheduler.commit(self.executor.execute(running)))
+            self.scheduler.check_integrity()
+            running = ahead or self.scheduler.schedule()
+            count += 1
+        return count
+
     def work_disk(self) -> bool:
         """Does what the disk is asked to. Returns whether there was anything."""
         if self.tiers is None or self.disk is None:

@@ -1,6 +1,7 @@
 """The scheduler: examples of each rule, then a state machine against the simulated executor."""
 
 from array import array
+from typing import ClassVar
 
 import pytest
 from hypothesis import settings
@@ -196,13 +197,87 @@ def test_an_abort_while_its_step_runs_frees_the_blocks_when_it_is_committed() ->
     assert rig.output["ingress", "gone"] == []
 
 
+def test_a_step_is_planned_while_the_one_before_it_runs() -> None:
+    rig = Rig(64, long_prefill_threshold=8, overlap=True)
+    rig.add("one", list(range(1, 14)), sampling(4))
+    plans = [rig.scheduler.schedule() for _ in range(3)]
+    assert plans[0] is not None
+    assert plans[1] is not None
+    assert plans[2] is None, "one that runs, and the next"
+    assert [(p.slices[0].start, p.slices[0].length) for p in plans[:2] if p] == [(0, 8), (8, 5)]
+    rig.take(rig.scheduler.commit(rig.executor.execute(plans[0])))
+    ahead = rig.scheduler.schedule()
+    assert ahead is not None
+    assert (ahead.slices[0].start, ahead.slices[0].samples) == (13, True), "a token not drawn yet"
+
+
+def test_overlap_changes_no_token_and_takes_no_more_steps() -> None:
+    steps, outputs = [], []
+    for overlap in (False, True):
+        rig = Rig(64, max_num_batched_tokens=16, overlap=overlap)
+        for number in range(6):
+            rig.add(str(number), [number + 1] * (3 * number + 2), sampling(10, seed=number))
+        steps.append(rig.drain_overlapped())
+        outputs.append(rig.output)
+    assert outputs[0] == outputs[1]
+    for number in range(6):
+        expected = reference_output([number + 1] * (3 * number + 2), sampling(10, seed=number))
+        assert outputs[0]["ingress", str(number)] == expected
+    # Without, every other step of a request waits for the one before it.
+    assert steps[1] < steps[0] * 0.7
+
+
+def test_a_request_that_ends_is_dropped_from_the_step_that_was_planned_ahead() -> None:
+    rig = Rig(64, overlap=True)
+    params = SamplingParams(max_tokens=100, seed=0)
+    prompt = next(
+        [first, 2, 3]
+        for first in range(1, 50)
+        if 3 < len(reference_output([first, 2, 3], params)) < 100
+    )
+    rig.add("ends", prompt, params)
+    rig.drain_overlapped()
+    assert rig.finished == {("ingress", "ends"): FinishReason.STOP}
+    assert rig.output["ingress", "ends"] == reference_output(prompt, params)
+    assert rig.cache.pool.num_held == 0
+
+
+def test_a_victim_that_is_always_in_flight_is_held_back_until_it_can_go() -> None:
+    """Both decode; the old one needs a block when the new one has just been given the last."""
+    rig = Rig(6, overlap=True)
+    old = rig.add("old", [1] * 11, sampling(9))
+    new = rig.add("new", [2] * 9, sampling(9))
+    running = rig.scheduler.schedule()
+    waited = 0
+    while new.num_preemptions == 0:
+        assert running is not None
+        ahead = rig.scheduler.schedule()
+        waited = waited + 1 if ahead is None or len(ahead.slices) < 2 else 0
+        rig.take(rig.scheduler.commit(rig.executor.execute(running)))
+        running = ahead or rig.scheduler.schedule()
+        assert waited < 4, "the old one starves"
+    while running is not None:
+        rig.take(rig.scheduler.commit(rig.executor.execute(running)))
+        running = rig.scheduler.schedule()
+    assert old.num_preemptions == 0
+    for request, prompt in ((old, [1] * 11), (new, [2] * 9)):
+        assert rig.output[request.key] == reference_output(prompt, sampling(9))
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Adds, aborts, late commits, preemption, failures and lost ingresses, in a pool too small for
     what is asked. Every token that comes out must be the model's own."""
 
+    LIMITS: ClassVar[dict[str, int]] = {
+        "max_num_batched_tokens": 12,
+        "max_num_seqs": 5,
+        "long_prefill_threshold": 7,
+        "overlap": True,
+    }
+
     def __init__(self) -> None:
         super().__init__()
-        self.rig = Rig(10, max_num_batched_tokens=12, max_num_seqs=5, long_prefill_threshold=7)
+        self.rig = Rig(10, **self.LIMITS)
         self.expected: dict[RequestKey, list[int]] = {}
         self.flying: list[StepPlan] = []
         self.blocks: dict[int, set[int]] = {}
@@ -260,6 +335,11 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self) -> None:
         if not self.flying:
             self.rig.step()
+
+    @rule(overlap=st.booleans())
+    def configure(self, overlap: bool) -> None:
+        limits = {**self.LIMITS, "overlap": overlap}
+        self.rig.scheduler.config = SchedulerConfig.model_validate(limits)
 
     @invariant()
     def every_token_is_the_models(self) -> None:

@@ -178,9 +178,8 @@ class TieredMachine(EngineMachine):
         self.start_engine()
 
     def start_engine(self) -> None:
-        limits = {"max_num_batched_tokens": 12, "max_num_seqs": 5, "long_prefill_threshold": 7}
         former = self.rig
-        self.rig = Rig(10, num_slots=14, disk=self.disk, **limits)
+        self.rig = Rig(10, num_slots=14, disk=self.disk, **self.LIMITS)
         self.rig.output, self.rig.finished = former.output, former.finished
 
     @rule(data=st.data(), fails=st.booleans())
