@@ -68,7 +68,6 @@ class ChatCompletionRequest(SamplingRequest):
     # ---- accepted, without effect on the answer
     metadata: SmallObject | None = None
     store: bool | None = None
-    service_tier: Annotated[str, Field(max_length=64)] | None = None
     safety_identifier: Annotated[str, Field(max_length=1024)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
     response_format: TextFormat | None = None
@@ -97,6 +96,7 @@ class ChatCompletionRequest(SamplingRequest):
             num_choices=self.num_choices,
             stops=self.stops,
             cache_domain=self.cache_domain,
+            service_class=self.service_class,
             retention=self.retention,
         )
 

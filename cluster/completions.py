@@ -107,6 +107,7 @@ class CompletionRequest(SamplingRequest):
                 num_choices=self.num_choices,
                 stops=self.stops,
                 cache_domain=self.cache_domain,
+                service_class=self.service_class,
                 retention=self.retention,
             )
             for prompt in self.prompt

@@ -6,6 +6,7 @@ is in any text.
 """
 
 import logging
+import math
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_VALUE_CHARS = 80
 _MAX_FIELD_CHARS = 200
-_RETRY_AFTER_S = 1
+_MIN_RETRY_AFTER_S, _MAX_RETRY_AFTER_S = 1, 60
 _ALTERNATIVES = ("function-after[", "list[")
 """How pydantic names the members of a union."""
 
@@ -46,6 +47,8 @@ class Failure:
     type: str
     param: str | None = None
     code: str | None = None
+    retry_after_s: float = 0.0
+    """0: not known."""
 
     @property
     def body(self) -> bytes:
@@ -53,7 +56,10 @@ class Failure:
         return ErrorBody(error=detail).model_dump_json().encode()
 
     def as_response(self) -> Response:
-        headers = {"Retry-After": str(_RETRY_AFTER_S)} if self.status in (429, 503) else None
+        headers = None
+        if self.status in (429, 503):
+            after_s = math.ceil(min(self.retry_after_s, _MAX_RETRY_AFTER_S))
+            headers = {"Retry-After": str(max(after_s, _MIN_RETRY_AFTER_S))}
         return Response(self.body, self.status, headers, media_type="application/json")
 
 
@@ -90,7 +96,10 @@ def _rejected(error: RequestRejected) -> Failure:
         case RejectCode.CONTEXT_LENGTH:
             return Failure(400, error.message, _INVALID, "messages", "context_length_exceeded")
         case _:
-            return Failure(503, error.message, _SERVER, code=error.code.value)
+            after_s = error.retry_after_s
+            return Failure(
+                503, error.message, _SERVER, code=error.code.value, retry_after_s=after_s
+            )
 
 
 def install(app: FastAPI) -> None:

@@ -28,7 +28,7 @@ from pydantic import (
 from cache.wheel import Retention
 from cluster.generation import Usage
 from cluster.postprocess import OutputDelta
-from engine.wire import SamplingParams
+from engine.wire import SamplingParams, ServiceClass
 
 MAX_CHOICES = 8
 MAX_STOPS = 16
@@ -105,6 +105,8 @@ class SamplingRequest(RequestPart):
         ]
         | None
     ) = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    """`priority` is our class interactive, `flex` is batch, any other is standard."""
     user: Annotated[str, Field(max_length=1024)] | None = None
     """Accepted, without effect on the answer."""
 
@@ -153,6 +155,15 @@ class SamplingRequest(RequestPart):
     @property
     def cache_domain(self) -> str:
         return self.cache_salt or ""
+
+    @property
+    def service_class(self) -> ServiceClass:
+        match self.service_tier:
+            case "priority":
+                return ServiceClass.INTERACTIVE
+            case "flex":
+                return ServiceClass.BATCH
+        return ServiceClass.STANDARD
 
     @property
     def retention(self) -> Retention:

@@ -20,7 +20,7 @@ from cluster.postprocess import OutputRules
 from cluster.tokenizer import TemplateRefused, Tokenizer
 from engine.attempt import EngineRequest
 from engine.errors import RequestRejected, ShoalError
-from engine.wire import HelloReply, RejectCode, SamplingParams
+from engine.wire import HelloReply, RejectCode, SamplingParams, ServiceClass
 
 _SEED_BITS = 63
 _INLINE_CHARS = 4096
@@ -75,6 +75,7 @@ class GenerationRequest:
     stops: tuple[str, ...] = ()
     cache_domain: str = ""
     """Cached blocks are shared within it only."""
+    service_class: ServiceClass = ServiceClass.STANDARD
     retention: Retention = Retention.NORMAL
 
 
@@ -142,6 +143,7 @@ class Preprocessor:
                 ),
                 request_id=f"{request_id}-{choice}",
                 cache_domain=request.cache_domain,
+                service_class=request.service_class,
                 retention=request.retention,
             )
             for choice in range(request.num_choices)

@@ -83,8 +83,31 @@ class SchedulerConfig(Section):
     overlap: bool = live(
         True, "Plan a step while the one before it runs, so that the device does not wait."
     )
+    interactive_ttft_s: Duration = live(
+        1.0, "Target for an interactive request's first token.", gt=0, le=86400
+    )
+    standard_ttft_s: Duration = live(
+        10.0, "Target for a standard request's first token.", gt=0, le=86400
+    )
+    batch_ttft_s: Duration = live(
+        600.0, "Target for a batch request's first token.", gt=0, le=86400
+    )
+    interactive_tpot_s: Duration = live(
+        0.2,
+        "Target between two tokens of an interactive request: while one decodes, prompts get no "
+        "more of a step than takes this long.",
+        gt=0,
+        le=3600,
+    )
     max_waiting: int = live(
         4096, "Requests that may wait; beyond it one is refused.", ge=1, le=1 << 20
+    )
+    max_waiting_tokens: int = live(
+        1 << 20,
+        "Tokens that waiting requests may have together; beyond it one is refused, unless it is "
+        "the only one.",
+        ge=1,
+        le=1 << 40,
     )
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from cache.wheel import Retention
 from engine.errors import EngineLost
-from engine.wire import SamplingParams, TokenItem
+from engine.wire import SamplingParams, ServiceClass, TokenItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class EngineRequest:
     output_ids: Sequence[int] = ()
     """What earlier attempts delivered."""
     priority: int = 0
+    service_class: ServiceClass = ServiceClass.STANDARD
     cache_domain: str = ""
     retention: Retention = Retention.NORMAL
 

@@ -172,6 +172,7 @@ class EngineClient:
                 sampling=request.sampling,
                 output_ids=tuple(request.output_ids),
                 priority=request.priority,
+                service_class=request.service_class,
                 cache_domain=request.cache_domain,
                 retention=request.retention,
             )
@@ -344,7 +345,8 @@ class EngineClient:
         elif message.code is RejectCode.STALE_INCARNATION:
             stream.fail(EngineLost(message.message))
         else:
-            stream.fail(RequestRejected(message.code, message.message))
+            refusal = RequestRejected(message.code, message.message, message.retry_after_s)
+            stream.fail(refusal)
 
     def _on_hello(self, reply: wire.HelloReply) -> None:
         if self._stream_endpoint != reply.stream_endpoint:

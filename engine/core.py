@@ -206,7 +206,7 @@ class EngineCore:
     def _plan(self, now: float) -> None:
         """Gives the device the next step, and the one after it when the time has come."""
         while self._compute.num_open == 0 or self._may_plan_ahead(now):
-            plan = self._scheduler.schedule()
+            plan = self._scheduler.schedule(self._meter.prefill_tokens_per_s)
             if plan is None:
                 return
             self._plans.append(plan)
@@ -325,7 +325,10 @@ class EngineCore:
         try:
             events = self._add(session, message)
         except RequestRejected as error:
-            self._transport.send(session, wire.Rejected(*identity, error.code, error.message))
+            after_s = self._backlog_s() if error.code is RejectCode.OVERLOADED else 0.0
+            self._transport.send(
+                session, wire.Rejected(*identity, error.code, error.message, after_s)
+            )
         except Exception:
             logger.exception("request %s could not be added", message.request_id)
             text = "internal error"
@@ -333,6 +336,11 @@ class EngineCore:
         else:
             self._transport.send(session, wire.Accepted(*identity))
             self._emit(events)
+
+    def _backlog_s(self) -> float:
+        """Until what waits has been computed, at the rate of late."""
+        rate = self._meter.prefill_tokens_per_s
+        return self._scheduler.num_uncomputed_tokens / rate if rate else 0.0
 
     def _add(self, session: Session, message: wire.AddRequest) -> list[TokenEvent]:
         if message.incarnation != self.incarnation:
@@ -358,10 +366,11 @@ class EngineCore:
             ),
             end_token_ids=frozenset((*ends, *sampling.stop_token_ids)),
             priority=message.priority,
+            service_class=message.service_class,
             retention=message.retention,
             pin_steps=self.config.cache.pin_steps,
         )
-        events = self._scheduler.add(request)
+        events = self._scheduler.add(request, time.monotonic())
         self._owners[key] = session
         return events
 

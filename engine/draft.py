@@ -3,11 +3,17 @@
 Invariant: what a request has in a draft can be taken out again until the plan is made.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cache.prefix import RequestBlocks
+from configs.engine import SchedulerConfig
 from engine.plan import Slice, Start, StepPlan
 from engine.request import RequestState
+from engine.wire import ServiceClass
+
+_MIN_PREFILL = 16
+"""Prompt tokens that a step may always have, whatever waits for its end."""
 
 
 @dataclass(slots=True)
@@ -27,12 +33,23 @@ class Draft:
 
     budget: int
     """Tokens that it may still compute."""
+    prefill_budget: int
+    """Of them, those of prompts."""
     saves: list[tuple[int, int]] = field(default_factory=list)
     loads: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     starts: dict[int, Start] = field(default_factory=dict)
     """By run id, as is the work."""
     work: dict[int, Work] = field(default_factory=dict)
+
+    def take(self, planned: Slice) -> None:
+        """The slice costs its part of the budgets."""
+        self.budget -= planned.length
+        self.prefill_budget -= 0 if planned.is_decode else planned.length
+
+    def give_back(self, planned: Slice) -> None:
+        self.budget += planned.length
+        self.prefill_budget += 0 if planned.is_decode else planned.length
 
     @property
     def is_empty(self) -> bool:
@@ -48,3 +65,18 @@ class Draft:
             starts=tuple(self.starts.values()),
             slices=tuple(item.slice for item in self.work.values()),
         )
+
+
+def prefill_budget(
+    config: SchedulerConfig, running: Iterable[RequestState], tokens_per_s: float
+) -> int:
+    """Prompt tokens of a step: all that fit, unless an interactive request waits for its next token
+    beside them; then what is computed in that one's target, at the rate of late (0: not known)."""
+    budget = config.max_num_batched_tokens
+    waits = any(
+        request.service_class is ServiceClass.INTERACTIVE and request.num_output_tokens
+        for request in running
+    )
+    if not waits or not tokens_per_s:
+        return budget
+    return min(budget, max(_MIN_PREFILL, int(config.interactive_tpot_s * tokens_per_s)))

@@ -18,10 +18,12 @@ class ConfigurationError(ShoalError):
 class RequestRejected(ShoalError):
     """One request that cannot be taken."""
 
-    def __init__(self, code: RejectCode, message: str) -> None:
+    def __init__(self, code: RejectCode, message: str, retry_after_s: float = 0.0) -> None:
+        """`retry_after_s`: when it may be worth trying again; 0: not known."""
         super().__init__(message)
         self.code = code
         self.message = message
+        self.retry_after_s = retry_after_s
 
 
 class EngineLost(ShoalError):

@@ -58,7 +58,7 @@ class LoadMeter:
 
     def add(self, plan: StepPlan, result: StepResult, step_s: float) -> None:
         """Counts a slice of one sampling token as decode, any other as prefill."""
-        num_decode = sum(item.length == 1 and item.samples for item in plan.slices)
+        num_decode = sum(item.is_decode for item in plan.slices)
         num_prefill = plan.num_tokens - num_decode
         self.num_steps += 1
         self.num_tokens += plan.num_tokens

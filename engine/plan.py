@@ -39,6 +39,10 @@ class Slice:
     samples: bool
     """The slice ends at the last known token: draw the next one and append it to the run."""
 
+    @property
+    def is_decode(self) -> bool:
+        return self.length == 1 and self.samples
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:

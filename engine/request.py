@@ -13,7 +13,7 @@ from cache.keys import KeyRoot
 from cache.prefix import RequestBlocks
 from cache.tiers import Promotion
 from cache.wheel import Retention
-from engine.wire import Finish, FinishReason, SamplingParams, TokenLogprobs
+from engine.wire import Finish, FinishReason, SamplingParams, ServiceClass, TokenLogprobs
 
 RequestKey = tuple[str, str]
 """(ingress id, request id): what two ingresses call alike does not collide."""
@@ -35,8 +35,13 @@ class RequestState:
     retention: Retention = Retention.NORMAL
     pin_steps: int = 0
     """How long its blocks stay pinned once it has ended, if `retention` is that."""
+    service_class: ServiceClass = ServiceClass.STANDARD
     ticket: int = 0
     """Order of arrival; kept over preemption."""
+    deadline_s: float = 0.0
+    """When its first token is due."""
+    num_displaced: int = 0
+    """Times that it made room for a stronger class."""
     block_keys: list[BlockKey] = field(default_factory=list)
     run_id: int | None = None
     table: RequestBlocks | None = None
@@ -76,9 +81,14 @@ class RequestState:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def order(self) -> tuple[int, int]:
+    def rank(self) -> tuple[int, int]:
+        """Smaller is stronger."""
+        return self.priority, self.service_class
+
+    @property
+    def order(self) -> tuple[int, int, int]:
         """Smaller runs first and is preempted last."""
-        return self.priority, self.ticket
+        return self.priority, self.service_class, self.ticket
 
     def extend_keys(self, num_blocks: int) -> None:
         """Makes sure that the keys of the first `num_blocks` full blocks are known."""

@@ -10,19 +10,20 @@ A request in a plan that is not committed keeps its blocks whatever happens to i
 which is where it is needed. What the second computes for a request that has ended is dropped.
 """
 
-from bisect import bisect_left, insort
-
 from cache.prefix import PrefixCache, RequestBlocks
 from cache.tiers import LowerTiers
 from configs.engine import SchedulerConfig
-from engine.draft import Draft, Work
+from engine.draft import Draft, Work, prefill_budget
 from engine.errors import RequestRejected
 from engine.plan import Slice, Start, StepPlan, StepResult
 from engine.request import RequestKey, RequestState, TokenEvent
+from engine.waiting import WaitingQueue, ttft_s
 from engine.wire import Finish, FinishReason, RejectCode
 
 _MAX_IN_FLIGHT = 2
 """Plans that one request may be in: the one that runs, and the next."""
+_MAX_DISPLACED = 3
+"""Times that one request makes room: a flood of the strong must not undo the same work for ever."""
 
 
 class Scheduler:
@@ -48,11 +49,12 @@ class Scheduler:
         self.num_copied_tokens = 0
         """Found in a part of another request's block, and copied."""
         self._running: list[RequestState] = []
-        self._waiting: list[RequestState] = []
+        self._waiting = WaitingQueue()
         self._ended: list[int] = []
         self._in_flight: dict[int, list[Work]] = {}
         self._step = 0
         self._next_run = 0
+        self._num_started = 0
         self._next_ticket = 0
 
     @property
@@ -73,21 +75,19 @@ class Scheduler:
 
     # ------------------------------------------------------------ mutators
 
-    def add(self, request: RequestState) -> list[TokenEvent]:
-        """Takes a request that fits the pool (`engine.admission` sees to it). Returns its end if
-        its output is already complete. Raises `RequestRejected` when the queue is full."""
+    def add(self, request: RequestState, now: float = 0.0) -> list[TokenEvent]:
+        """Takes a request that fits the pool (`engine.admission` sees to it), at the time `now` in
+        seconds. Returns its end if its output is already complete. Raises `RequestRejected` when
+        the queue is full."""
         if request.key in self.requests:
             raise RequestRejected(
                 RejectCode.STALE_ATTEMPT, f"request {request.key[1]!r} is already here"
             )
         if (reason := request.finish_reason()) is not None:
             return [TokenEvent(request, request.num_output_tokens, finish=Finish(reason))]
-        if len(self._waiting) >= self.config.max_waiting:
-            raise RequestRejected(
-                RejectCode.OVERLOADED,
-                f"{len(self._waiting)} requests are waiting, the most allowed",
-            )
+        self._check_room(request)
         request.ticket = self._next_ticket
+        request.deadline_s = now + ttft_s(self.config, request.service_class)
         self._next_ticket += 1
         self.requests[request.key] = request
         self._wait(request)
@@ -100,9 +100,11 @@ class Scheduler:
             self._end(request)
         return request
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute."""
-        draft = Draft(self.config.max_num_batched_tokens)
+    def schedule(self, prefill_tokens_per_s: float = 0.0) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute. The rate is that of late; 0:
+        not known."""
+        budget = self.config.max_num_batched_tokens
+        draft = Draft(budget, prefill_budget(self.config, self._running, prefill_tokens_per_s))
         self.cache.advance(self._step)
         if self.tiers is not None:
             # First, while no block of theirs can have been given up.
@@ -185,17 +187,31 @@ class Scheduler:
         return True
 
     def _plan_waiting(self, draft: Draft) -> None:
-        position = 0
-        while position < len(self._waiting) and draft.budget > 0:
-            if len(self._running) >= self.config.max_num_seqs:
+        while draft.budget > 0 and draft.prefill_budget > 0:
+            request = self._waiting.next(self._num_started)
+            if request is None:
                 return
-            request = self._waiting[position]
-            if request.promotion is not None and not request.promotion.is_over:
-                # Its blocks are on their way: others may go first.
-                position += 1
-                continue
+            if len(self._running) >= self.config.max_num_seqs and not self._displace(draft):
+                return
             if not self._plan_start(request, draft):
                 return
+
+    def _displace(self, draft: Draft) -> bool:
+        """Sends a running request back for a waiting one of a stronger class. False if there is
+        none such, or it can only go later."""
+        strongest = self._waiting.next(0)
+        victim = max(self._running, key=_order)
+        if strongest is None or strongest.rank >= victim.rank:
+            return False
+        if victim.num_displaced >= _MAX_DISPLACED or victim.run_id in draft.starts:
+            return False
+        assert victim.table is not None
+        if victim.table.in_flight:
+            victim.is_held_back = True
+            return False
+        victim.num_displaced += 1
+        self._preempt(victim, draft)
+        return True
 
     def _plan_start(self, request: RequestState, draft: Draft) -> bool:
         """Plans a waiting request's first slice. False if there is no room for it now."""
@@ -266,6 +282,7 @@ class Scheduler:
 
     def _start(self, request: RequestState, table: RequestBlocks, draft: Draft) -> None:
         self._next_run += 1
+        self._num_started += 1
         request.run_id = self._next_run
         request.table = table
         if request.cached_tokens is None:
@@ -289,19 +306,31 @@ class Scheduler:
         samples = length == request.num_unplanned_tokens
         request.num_planned_tokens += length
         request.num_unknown_tokens += samples
-        draft.budget -= length
-        draft.work[request.run_id] = Work(
-            request,
-            request.table,
-            Slice(request.run_id, start, length, tuple(fresh), samples),
-        )
+        planned = Slice(request.run_id, start, length, tuple(fresh), samples)
+        draft.take(planned)
+        draft.work[request.run_id] = Work(request, request.table, planned)
         return fresh
 
     def _length(self, request: RequestState, draft: Draft) -> int:
-        return min(request.num_unplanned_tokens, self.config.long_prefill_threshold, draft.budget)
+        pending = request.num_unplanned_tokens
+        if pending == 1:
+            return min(1, draft.budget)
+        limit = self.config.long_prefill_threshold
+        return max(0, min(pending, limit, draft.budget, draft.prefill_budget))
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def _check_room(self, request: RequestState) -> None:
+        """Raises `RequestRejected` when the queue is full."""
+        config, num_waiting = self.config, len(self._waiting)
+        if num_waiting >= config.max_waiting:
+            text = f"{num_waiting} requests are waiting, the most allowed"
+            raise RequestRejected(RejectCode.OVERLOADED, text)
+        num_tokens = self._waiting.num_tokens + request.num_tokens
+        if num_waiting and num_tokens > config.max_waiting_tokens:
+            text = f"{num_tokens} tokens would be waiting; {config.max_waiting_tokens} may"
+            raise RequestRejected(RejectCode.OVERLOADED, text)
 
     def _wait(self, request: RequestState) -> None:
         if self.reuse:
@@ -313,7 +342,7 @@ class Scheduler:
                 request.promotion = self.tiers.promote(keys, root, num_found, limit)
                 num_found = max(num_found, self.tiers.host.match(keys))
             request.expected_cached_tokens = num_found * self.block_size
-        insort(self._waiting, request, key=_order)
+        self._waiting.add(request)
 
     # ------------------------------------------------------------ leaving
 
@@ -321,7 +350,7 @@ class Scheduler:
         """Back to the queue, to be computed again; its part of the draft is refunded."""
         assert request.run_id is not None
         if (work := draft.work.pop(request.run_id, None)) is not None:
-            draft.budget += work.slice.length
+            draft.give_back(work.slice)
         self._leave_running(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -343,9 +372,7 @@ class Scheduler:
         if request.run_id is not None:
             self._leave_running(request)
         else:
-            position = bisect_left(self._waiting, request.order, key=_order)
-            assert self._waiting[position] is request
-            self._waiting.pop(position)
+            self._waiting.remove(request)
 
     def _commit_slice(self, item: Work, result: StepResult) -> list[TokenEvent]:
         request, run_id = item.request, item.slice.run_id
@@ -381,8 +408,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises `AssertionError` if requests, tables and pool do not agree."""
         self.cache.check_integrity()
-        assert self._waiting == sorted(self._waiting, key=_order)
-        assert all(request.run_id is None for request in self._waiting)
+        self._waiting.check_integrity()
         listed = {request.key for request in (*self._waiting, *self._running)}
         assert listed == set(self.requests), "a request is lost"
         assert len(listed) == len(self._waiting) + len(self._running), "a request is listed twice"
@@ -403,5 +429,5 @@ class Scheduler:
             assert len(request.table.block_ids) >= self._blocks_for(request.num_planned_tokens)
 
 
-def _order(request: RequestState) -> tuple[int, int]:
+def _order(request: RequestState) -> tuple[int, int, int]:
     return request.order

@@ -10,7 +10,7 @@ reports travel on one ordered publish stream of `StreamFrame`s, repaired by `Rep
 `SnapshotRequest`.
 """
 
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -123,6 +123,14 @@ class Hello(Message, frozen=True):
     ingress_id: IngressId
 
 
+class ServiceClass(IntEnum):
+    """Who goes first when not all can."""
+
+    INTERACTIVE = 0
+    STANDARD = 1
+    BATCH = 2
+
+
 class AddRequest(Message, frozen=True):
     """One choice of one request. `output_ids` is what earlier attempts delivered: the engine goes
     on after it as after its own preemption (penalties, limits, offsets and usage included)."""
@@ -136,7 +144,8 @@ class AddRequest(Message, frozen=True):
     sampling: SamplingParams
     output_ids: TokenIds = ()
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
-    """Lower runs first."""
+    """Lower runs first, whatever its class."""
+    service_class: ServiceClass = ServiceClass.STANDARD
     cache_domain: Annotated[str, Meta(max_length=256)] = ""
     """Requests share cached blocks only within one domain."""
     retention: Retention = Retention.NORMAL
@@ -209,6 +218,8 @@ class Rejected(Message, frozen=True):
     code: RejectCode
     message: str
     """Fit for a client's eyes."""
+    retry_after_s: float = 0.0
+    """When it may be worth trying again; 0: not known."""
 
 
 class TokenLogprobs(Message, frozen=True):

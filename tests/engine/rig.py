@@ -22,7 +22,7 @@ from engine.executors.simulated import SimulatedExecutor, draw, next_history
 from engine.plan import Executor, StepPlan
 from engine.request import RequestKey, RequestState, TokenEvent
 from engine.scheduler import Scheduler
-from engine.wire import FinishReason, SamplingParams
+from engine.wire import FinishReason, SamplingParams, ServiceClass
 
 BLOCK = 4
 SIMULATION = SimulationConfig(vocab_size=50, eos_period=40)
@@ -56,7 +56,7 @@ class Rig:
         reuse: bool = True,
         num_slots: int = 0,
         disk: "MemoryDisk | None" = None,
-        **limits: int,
+        **limits: float,
     ) -> None:
         """With `num_slots` there is a host tier; the jobs of `disk` are left to the test."""
         cache_config = CacheConfig(
@@ -73,7 +73,7 @@ class Rig:
         if num_slots:
             self.tiers = LowerTiers(PrefixCache(num_slots, tier=Tier.HOST), disk)
         self.scheduler = Scheduler(
-            SchedulerConfig(**limits),
+            SchedulerConfig.model_validate(limits),
             self.cache,
             info.block_size,
             reuse=reuse,
@@ -91,6 +91,8 @@ class Rig:
         priority: int = 0,
         root: KeyRoot | None = None,
         retention: Retention = Retention.NORMAL,
+        service_class: ServiceClass = ServiceClass.STANDARD,
+        now: float = 0.0,
     ) -> RequestState:
         info = self.executor.info
         request = RequestState(
@@ -103,10 +105,11 @@ class Rig:
             end_token_ids=frozenset(() if sampling.ignore_eos else info.eos_token_ids),
             priority=priority,
             retention=retention,
+            service_class=service_class,
             pin_steps=1000,
         )
         self.output[request.key] = list(output)
-        self.take(self.scheduler.add(request))
+        self.take(self.scheduler.add(request, now))
         return request
 
     def step(self) -> StepPlan | None:

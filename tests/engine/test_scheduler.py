@@ -14,7 +14,7 @@ from configs.engine import SchedulerConfig
 from engine.errors import RequestRejected
 from engine.plan import StepPlan, StepResult
 from engine.request import RequestKey
-from engine.wire import FinishReason, RejectCode, SamplingParams
+from engine.wire import FinishReason, RejectCode, SamplingParams, ServiceClass
 from tests.engine.rig import Rig, reference_output
 
 
@@ -185,6 +185,16 @@ def test_the_queue_is_bounded() -> None:
     assert caught.value.code is RejectCode.OVERLOADED
 
 
+def test_the_queue_is_bounded_in_tokens_too() -> None:
+    rig = Rig(16, max_waiting_tokens=10)
+    rig.add("alone, it may be longer", [1] * 20, sampling(1))
+    with pytest.raises(RequestRejected, match="25 tokens would be waiting; 10 may") as caught:
+        rig.add("two", [1] * 5, sampling(1))
+    assert caught.value.code is RejectCode.OVERLOADED
+    rig.step()
+    rig.add("two", [1] * 5, sampling(1))
+
+
 def test_an_abort_while_its_step_runs_frees_the_blocks_when_it_is_committed() -> None:
     rig = Rig(4)
     request = rig.add("gone", list(range(1, 9)), sampling(4))
@@ -289,15 +299,23 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         resumed=st.floats(0, 1),
         priority=st.integers(-1, 1),
+        service_class=st.sampled_from(ServiceClass),
     )
-    def add(self, prompt: list[int], max_tokens: int, resumed: float, priority: int) -> None:
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        resumed: float,
+        priority: int,
+        service_class: ServiceClass,
+    ) -> None:
         self.count += 1
         params = SamplingParams(max_tokens=max_tokens, seed=self.count % 3)
         expected = reference_output(prompt, params)
         output = expected[: int(resumed * len(expected))] if resumed > 0.7 else []
         key = ("ingress", str(self.count))
         self.expected[key] = expected
-        self.rig.add(key[1], prompt, params, output, priority)
+        self.rig.add(key[1], prompt, params, output, priority, service_class=service_class)
 
     @precondition(lambda self: self.rig.scheduler.requests)
     @rule(data=st.data())
