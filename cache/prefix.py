@@ -239,16 +239,18 @@ class PrefixCache:
         if table.in_flight == 0:
             self._give_back(table)
 
-    def enter_plan(self, table: RequestBlocks) -> None:
-        table.in_flight += 1
+    def enter_plan(self, *tables: RequestBlocks) -> None:
+        for table in tables:
+            table.in_flight += 1
 
-    def leave_plan(self, table: RequestBlocks) -> None:
-        table.in_flight -= 1
-        assert table.in_flight >= 0
-        if table.loans:
-            self._return_loans(table)
-        if table.released and table.in_flight == 0:
-            self._give_back(table)
+    def leave_plan(self, *tables: RequestBlocks) -> None:
+        for table in tables:
+            left = table.in_flight = table.in_flight - 1
+            assert left >= 0
+            if table.loans:
+                self._return_loans(table)
+            if table.released and not left:
+                self._give_back(table)
 
     # ------------------------------------------------------------ inside
 

@@ -159,6 +159,9 @@ class SimulationConfig(Section):
     step_s: Duration = restart(0.0, "Fixed seconds of a step.", ge=0, le=3600)
     token_s: Duration = restart(0.0, "Seconds for each token computed.", ge=0, le=3600)
     context_token_s: Duration = restart(0.0, "Seconds for each token of KV read.", ge=0, le=3600)
+    gil_share: float = restart(
+        0.0, "Share of a step's seconds in which it holds Python's lock.", ge=0, le=1
+    )
     eos_period: int = restart(
         0, "One token in this many is the end token; 0: never.", ge=0, le=1 << 20
     )

@@ -6,6 +6,8 @@ Invariant: what a request has in a draft can be taken out again until the plan i
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from cache.prefix import RequestBlocks
 from configs.engine import SchedulerConfig
 from engine.plan import Slice, Start, StepPlan
@@ -16,8 +18,7 @@ _MIN_PREFILL = 16
 """Prompt tokens that a step may always have, whatever waits for its end."""
 
 
-@dataclass(slots=True)
-class Work:
+class Work(msgspec.Struct, eq=False):
     """A slice, and whose it is."""
 
     request: RequestState
@@ -41,11 +42,6 @@ class Draft:
     starts: dict[int, Start] = field(default_factory=dict)
     """By run id, as is the work."""
     work: dict[int, Work] = field(default_factory=dict)
-
-    def take(self, planned: Slice) -> None:
-        """The slice costs its part of the budgets."""
-        self.budget -= planned.length
-        self.prefill_budget -= 0 if planned.is_decode else planned.length
 
     def give_back(self, planned: Slice) -> None:
         self.budget += planned.length

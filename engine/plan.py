@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from engine.wire import SamplingParams, TokenLogprobs
 
 
@@ -27,8 +29,8 @@ class Start:
     """Blocks whose KV is already valid: the cached prefix."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+# Structs where there is one a request and step: a frozen dataclass takes ten times as long to make.
+class Slice(msgspec.Struct, frozen=True, gc=False):
     """Compute tokens ``[start, start + length)`` of a run."""
 
     run_id: int
@@ -66,8 +68,7 @@ class StepPlan:
         return sum(item.length for item in self.slices)
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True):
     """What a run drew: one token, or more once drafts are verified."""
 
     token_ids: tuple[int, ...]

@@ -8,6 +8,8 @@ is planned and not committed runs ahead of both: `num_planned_tokens`, `num_unkn
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from cache.events import BlockKey
 from cache.keys import KeyRoot
 from cache.prefix import RequestBlocks
@@ -61,6 +63,11 @@ class RequestState:
     num_preemptions: int = 0
     expected_cached_tokens: int = 0
     """While it waits: what the cache held of it when it came. For load reports."""
+    max_num_tokens: int = field(init=False)
+    """Prompt and output together."""
+
+    def __post_init__(self) -> None:
+        self.max_num_tokens = self.num_prompt_tokens + self.sampling.max_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -74,7 +81,7 @@ class RequestState:
     @property
     def is_surely_complete(self) -> bool:
         """Whether the plans that are not committed reach its limit."""
-        return self.num_output_tokens + self.num_unknown_tokens >= self.sampling.max_tokens
+        return len(self.token_ids) + self.num_unknown_tokens >= self.max_num_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -101,18 +108,16 @@ class RequestState:
 
     def finish_reason(self) -> FinishReason | None:
         """Whether the output so far is complete."""
-        count = self.num_output_tokens
-        if count == 0:
+        token_ids = self.token_ids
+        count = len(token_ids) - self.num_prompt_tokens
+        if not count:
             return None
-        if count >= self.sampling.min_tokens and self.token_ids[-1] in self.end_token_ids:
+        if token_ids[-1] in self.end_token_ids and count >= self.sampling.min_tokens:
             return FinishReason.STOP
-        if count >= self.sampling.max_tokens:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if len(token_ids) >= self.max_num_tokens else None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True):
     """New output of one request, its end, or both."""
 
     request: RequestState

@@ -116,8 +116,7 @@ class Scheduler:
             return None
         self._step += 1
         work = list(draft.work.values())
-        for item in work:
-            self.cache.enter_plan(item.table)
+        self.cache.enter_plan(*[item.table for item in work])
         if self.tiers is not None:
             self.tiers.seal(self._step)
         self._in_flight[self._step] = work
@@ -127,17 +126,20 @@ class Scheduler:
     def commit(self, result: StepResult) -> list[TokenEvent]:
         """Takes over what a step computed, and gives its blocks free."""
         events: list[TokenEvent] = []
-        for item in self._in_flight.pop(result.step):
+        work = self._in_flight.pop(result.step)
+        for item in work:
             if item.request.run_id == item.slice.run_id:
                 try:
-                    events += self._commit_slice(item, result)
+                    event = self._commit_slice(item, result)
                 except Exception as error:
                     # One request's fault ends that request; the others' results still count.
-                    events.append(self._fail(item.request, f"internal error: {error!r}"))
-            self.cache.leave_plan(item.table)
-            if item.slots is not None and self.tiers is not None:
-                self.tiers.host.leave_plan(item.slots)
+                    event = self._fail(item.request, f"internal error: {error!r}")
+                if event is not None:
+                    events.append(event)
+        self.cache.leave_plan(*[item.table for item in work])
         if self.tiers is not None:
+            loaded = [item.slots for item in work if item.slots is not None]
+            self.tiers.host.leave_plan(*loaded)
             self.tiers.commit(result.step)
         return events
 
@@ -145,22 +147,27 @@ class Scheduler:
 
     def _plan_running(self, draft: Draft) -> bool:
         """Returns whether anything had to be preempted."""
-        before = self.num_preemptions
+        before, size = self.num_preemptions, self.block_size
         for request in list(self._running):
-            if not self._may_plan(request):
+            table = request.table
+            if table is None:  # Preempted a moment ago.
+                continue
+            if not table.in_flight:
+                request.is_held_back = False
+            elif not self._may_run_ahead(request, table):
+                continue
+            start = request.num_planned_tokens
+            if start < len(table.block_ids) * size and request.num_unplanned_tokens == 1:
+                # Most of what there is to plan: one more token, in a block that it has.
+                if draft.budget:
+                    self._draft_slice(request, table, 1, (), draft)
                 continue
             length = self._length(request, draft)
             if length > 0 and self._make_room(request, length, draft):
                 self._plan_slice(request, length, draft)
         return self.num_preemptions > before
 
-    def _may_plan(self, request: RequestState) -> bool:
-        table = request.table
-        if table is None:  # Preempted a moment ago.
-            return False
-        if not table.in_flight:
-            request.is_held_back = False
-            return True
+    def _may_run_ahead(self, request: RequestState, table: RequestBlocks) -> bool:
         return (
             self.config.overlap
             and table.in_flight < _MAX_IN_FLIGHT
@@ -298,18 +305,31 @@ class Scheduler:
 
     def _plan_slice(self, request: RequestState, length: int, draft: Draft) -> list[int]:
         """Returns the blocks that were added for it."""
-        assert request.run_id is not None
-        assert request.table is not None
-        start = request.num_planned_tokens
-        fresh = self.cache.grow(request.table, self._blocks_for(start + length))
+        table = request.table
+        assert table is not None
+        fresh = self.cache.grow(table, self._blocks_for(request.num_planned_tokens + length))
         assert fresh is not None
-        samples = length == request.num_unplanned_tokens
-        request.num_planned_tokens += length
-        request.num_unknown_tokens += samples
-        planned = Slice(request.run_id, start, length, tuple(fresh), samples)
-        draft.take(planned)
-        draft.work[request.run_id] = Work(request, request.table, planned)
+        self._draft_slice(request, table, length, tuple(fresh), draft)
         return fresh
+
+    def _draft_slice(
+        self,
+        request: RequestState,
+        table: RequestBlocks,
+        length: int,
+        fresh: tuple[int, ...],
+        draft: Draft,
+    ) -> None:
+        run_id, start = request.run_id, request.num_planned_tokens
+        assert run_id is not None
+        samples = length == request.num_unplanned_tokens
+        request.num_planned_tokens = start + length
+        if samples:
+            request.num_unknown_tokens += 1
+        draft.budget -= length
+        if length > 1 or not samples:
+            draft.prefill_budget -= length
+        draft.work[run_id] = Work(request, table, Slice(run_id, start, length, fresh, samples))
 
     def _length(self, request: RequestState, draft: Draft) -> int:
         pending = request.num_unplanned_tokens
@@ -374,28 +394,35 @@ class Scheduler:
         else:
             self._waiting.remove(request)
 
-    def _commit_slice(self, item: Work, result: StepResult) -> list[TokenEvent]:
-        request, run_id = item.request, item.slice.run_id
-        offset = request.num_output_tokens
-        if run_id in result.failures:
-            return [self._fail(request, result.failures[run_id])]
-        request.num_computed_tokens += item.slice.length
-        request.num_unknown_tokens -= item.slice.samples
+    def _commit_slice(self, item: Work, result: StepResult) -> TokenEvent | None:
+        request, planned = item.request, item.slice
+        run_id = planned.run_id
+        if result.failures and run_id in result.failures:
+            return self._fail(request, result.failures[run_id])
+        request.num_computed_tokens += planned.length
         if self.reuse:
             num_full = request.num_computed_tokens // self.block_size
-            request.extend_keys(num_full)
-            self.cache.publish(item.table, request.root.root, num_full, request.token_ids)
-            if self.tiers is not None and request.slots is not None:
-                self.tiers.published(item.table, request.slots, request.root.root)
-        if not item.slice.samples:
-            return []
+            if num_full > item.table.num_published:
+                self._publish(request, item.table, num_full)
+        if not planned.samples:
+            return None
+        request.num_unknown_tokens -= 1
         sampled = result.sampled[run_id]
+        offset = request.num_output_tokens
         request.token_ids.extend(sampled.token_ids)
         reason = request.finish_reason()
+        finish = None
         if reason is not None:
             self._end(request)
-        finish = Finish(reason) if reason is not None else None
-        return [TokenEvent(request, offset, sampled.token_ids, sampled.logprobs, finish)]
+            finish = Finish(reason)
+        return TokenEvent(request, offset, sampled.token_ids, sampled.logprobs, finish)
+
+    def _publish(self, request: RequestState, table: RequestBlocks, num_full: int) -> None:
+        request.extend_keys(num_full)
+        root = request.root.root
+        self.cache.publish(table, root, num_full, request.token_ids)
+        if self.tiers is not None and request.slots is not None:
+            self.tiers.published(table, request.slots, root)
 
     def _fail(self, request: RequestState, reason: str) -> TokenEvent:
         if request.key in self.requests:

@@ -40,6 +40,12 @@ def draw(history: int, position: int, sampling: SamplingParams, config: Simulati
     return 1 + (value >> 16) % (config.vocab_size - 1)
 
 
+def _hold_gil(seconds: float) -> None:
+    end_s = time.perf_counter() + seconds
+    while time.perf_counter() < end_s:
+        pass
+
+
 class _Run:
     __slots__ = ("block_ids", "sampling", "token_ids")
 
@@ -121,7 +127,8 @@ class SimulatedExecutor:
                 sampled[item.run_id] = Sampled((token_id,), logprobs)
         cost_s = self._cost_s(plan)
         if cost_s > 0:
-            self._sleep(cost_s)
+            _hold_gil(cost_s * self._config.gil_share)
+            self._sleep(cost_s * (1 - self._config.gil_share))
         return StepResult(plan.step, sampled, compute_s=cost_s)
 
     def slot_memory(self, slot: int) -> memoryview:
