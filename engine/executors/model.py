@@ -18,9 +18,9 @@ from configs.engine import EngineConfig
 from engine.errors import ConfigurationError
 from engine.kernels.batch import AttentionBatch, SequenceSlice
 from engine.models.kv_cache import KVCache, plan_num_blocks
+from engine.models.load import ServedModel, load_model
 from engine.models.resolve import resolve_model
 from engine.models.traits import fingerprint
-from engine.models.transformers_model import TransformersModel
 from engine.plan import ExecutorInfo, Sampled, Slice, Start, StepPlan, StepResult
 from engine.sampling.sampler import Sampler
 from engine.sampling.state import SamplingState
@@ -60,9 +60,9 @@ class _Run:
 
 
 class ModelExecutor:
-    """`engine.plan.Executor` over a `TransformersModel`."""
+    """`engine.plan.Executor` over a model."""
 
-    def __init__(self, model: TransformersModel, cache: KVCache, info: ExecutorInfo) -> None:
+    def __init__(self, model: ServedModel, cache: KVCache, info: ExecutorInfo) -> None:
         self._model = model
         self._cache = cache
         self._info = info
@@ -77,7 +77,7 @@ class ModelExecutor:
         torch.set_num_threads(config.threads or _usable_cores())
         device = _device(config.device)
         folder = resolve_model(config.model, progress)
-        model = TransformersModel.load(folder, device, config.dtype, progress)
+        model = load_model(folder, device, config.dtype, progress)
         traits = model.traits
         try:
             if config.max_model_len is not None and config.max_model_len > traits.max_model_len:
