@@ -176,29 +176,26 @@ class Runner<bf16> {
 
 template <typename T>
 void attend(const AttentionInputs<T>& in, const AttentionOptions& options,
-            const AttentionPlan& plan, AttentionScratch& scratch, bool use_amx, int threads) {
+            const AttentionPlan& plan, AttentionScratch& scratch, bool use_amx, Team& team) {
   const int64_t heads = in.shape.heads, kv_heads = in.shape.kv_heads;
   const auto queries = static_cast<int64_t>(plan.tokens.size());
   float* partials = scratch.partials.reserve(queries * heads * (in.shape.dim + 2));
   const int64_t tasks = static_cast<int64_t>(plan.segments.size()) * kv_heads;
   const int64_t merges = (static_cast<int64_t>(plan.merge_starts.size()) - 1) * heads;
-#pragma omp parallel num_threads(threads)
-  {
+  team.run(tasks, 1, [&](int64_t begin, int64_t end) {
     Runner<T> runner(use_amx);
-#pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < tasks; ++task) {
+    for (int64_t task = begin; task < end; ++task) {
       runner.run(in, options, plan, plan.segments[task / kv_heads], task % kv_heads, partials);
     }
-#pragma omp for schedule(static)
-    for (int64_t task = 0; task < merges; ++task) {
-      merge_row(in, options, plan, partials, task / heads, task % heads);
-    }
-  }
+  });
+  team.each(merges, 64, [&](int64_t task) {
+    merge_row(in, options, plan, partials, task / heads, task % heads);
+  });
 }
 
 template void attend<float>(const AttentionInputs<float>&, const AttentionOptions&,
-                            const AttentionPlan&, AttentionScratch&, bool, int);
+                            const AttentionPlan&, AttentionScratch&, bool, Team&);
 template void attend<bf16>(const AttentionInputs<bf16>&, const AttentionOptions&,
-                           const AttentionPlan&, AttentionScratch&, bool, int);
+                           const AttentionPlan&, AttentionScratch&, bool, Team&);
 
 }  // namespace shoal

@@ -40,7 +40,7 @@ struct AttentionScratch {
 
 template <typename T>
 void attend(const AttentionInputs<T>& in, const AttentionOptions& options,
-            const AttentionPlan& plan, AttentionScratch& scratch, bool use_amx, int threads);
+            const AttentionPlan& plan, AttentionScratch& scratch, bool use_amx, Team& team);
 
 // Where a query's result goes: divided, to `out`, or undivided, to its partial.
 template <typename T>

@@ -37,9 +37,9 @@ template <typename T>
 at::Tensor attention(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
                      const BatchView& batch, const AttentionOptions& options, bool use_amx) {
   const HeadShape shape{query.size(1), keys.size(1), query.size(2)};
-  const int threads = at::get_num_threads();
+  Team team(at::get_num_threads());
   const AttentionPlan plan =
-      plan_attention(batch, {shape.heads / shape.kv_heads, shape.kv_heads, threads});
+      plan_attention(batch, {shape.heads / shape.kv_heads, shape.kv_heads, team.count()});
   at::Tensor out = at::empty_like(query);
   AttentionScratch scratch;
   const AttentionInputs<T> inputs{static_cast<const T*>(query.const_data_ptr()),
@@ -49,7 +49,7 @@ at::Tensor attention(const at::Tensor& query, const at::Tensor& keys, const at::
                                   shape,
                                   static_cast<T*>(out.mutable_data_ptr()),
                                   shape.heads * shape.dim};
-  attend(inputs, options, plan, scratch, use_amx, threads);
+  attend(inputs, options, plan, scratch, use_amx, team);
   return out;
 }
 
@@ -91,8 +91,9 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight) {
     std::copy_n(static_cast<const bf16*>(x.const_data_ptr()) + row * k, k, in + row * stride);
   }
   auto* result = static_cast<float*>(out.mutable_data_ptr());
+  Team team(at::get_num_threads());
   gemm(in, stride, rows, static_cast<const bf16*>(packed.const_data_ptr()),
-       packed_blocks(n, false), k, at::get_num_threads(),
+       packed_blocks(n, false), k, team,
        [&](int64_t first, int64_t count, int64_t block, const float* c) {
          const int64_t columns = std::min(kBlockColumns, n - block * kBlockColumns);
          for (int64_t row = 0; row < count; ++row) {

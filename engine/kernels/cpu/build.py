@@ -25,7 +25,7 @@ from engine.user_cache import locked, user_cache
 
 _log = logging.getLogger(__name__)
 
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++20")
 _LIBRARY = "shoal_cpu.so"
 # A slow core with nothing else to do takes two minutes.
 _BUILD_TIMEOUT_S = 900

@@ -43,7 +43,7 @@ void Decoder::multiply(const Linear& weight, const T* x, int64_t stride, int64_t
   if constexpr (std::is_same_v<T, bf16>) {
     if (weight.packed.defined()) {
       gemm(x, stride, rows, data<bf16>(weight.packed), packed_blocks(weight.n, false), weight.k,
-           threads_, [&](int64_t first, int64_t count, int64_t block, float* c) {
+           *team_, [&](int64_t first, int64_t count, int64_t block, float* c) {
              const int64_t column = block * kBlockColumns;
              const int64_t columns = std::min(kBlockColumns, weight.n - column);
              for (int64_t row = 0; row < count; ++row) {
@@ -67,10 +67,9 @@ void Decoder::multiply(const Linear& weight, const T* x, int64_t stride, int64_t
                                        : std::nullopt)
           .contiguous();
   const T* values = data<T>(out);
-#pragma omp parallel for num_threads(threads_)
-  for (int64_t row = 0; row < rows; ++row) {
+  team_->each(rows, kRowGrain, [&](int64_t row) {
     store(row, int64_t{0}, weight.n, values + row * weight.n);
-  }
+  });
 }
 
 // activated_ = act(gate) * up of input_.
@@ -83,7 +82,7 @@ void Decoder::gate_up(const Linear& weight, int64_t rows) {
   if constexpr (std::is_same_v<T, bf16>) {
     if (weight.packed.defined()) {
       gemm(x, stride, rows, data<bf16>(weight.packed), packed_blocks(weight.n, true), weight.k,
-           threads_, [&](int64_t first, int64_t count, int64_t block, const float* c) {
+           *team_, [&](int64_t first, int64_t count, int64_t block, const float* c) {
              const int64_t columns = std::min<int64_t>(16, shape_.intermediate - block * 16);
              for (int64_t row = 0; row < count; ++row) {
                const float* values = c + row * kBlockColumns;
@@ -109,7 +108,7 @@ void Decoder::normed_input(const at::Tensor& norm, int64_t rows) {
   T* out = buffer<T>(input_, padded_rows(rows) * stride);
   const float* hidden = hidden_.data();
   if (norm.defined()) {
-    rms_norm(hidden, data<float>(norm), shape_.eps, rows, shape_.hidden, out, stride, threads_);
+    rms_norm(hidden, data<float>(norm), shape_.eps, rows, shape_.hidden, out, stride, *team_);
     return;
   }
   for (int64_t row = 0; row < rows; ++row) {
@@ -139,7 +138,7 @@ void Decoder::add_product(const Linear& weight, const T* x, int64_t stride, int6
                 float* out = branch + row * width + column;
                 for (int64_t i = 0; i < count; ++i) out[i] = to_float(values[i]);
               });
-  rms_norm(branch, data<float>(norm), shape_.eps, rows, width, branch, width, threads_);
+  rms_norm(branch, data<float>(norm), shape_.eps, rows, width, branch, width, *team_);
   for (int64_t i = 0; i < rows * width; ++i) hidden[i] += branch[i];
 }
 
@@ -150,7 +149,7 @@ void Decoder::embed(const Step& step, int64_t tokens) {
   float* hidden = hidden_.reserve(tokens * width);
   // Models that scale embeddings do so in their own dtype.
   const float scale = to_float(from_float<T>(shape_.embedding_scale));
-  for (int64_t token = 0; token < tokens; ++token) {
+  team_->each(tokens, kRowGrain, [&](int64_t token) {
     for (int64_t i = 0; i < width; ++i) {
       T value;
       if constexpr (std::is_same_v<T, bf16>) {
@@ -162,7 +161,7 @@ void Decoder::embed(const Step& step, int64_t tokens) {
       }
       hidden[token * width + i] = to_float(from_float<T>(to_float(value) * scale));
     }
-  }
+  });
 }
 
 template <typename T>
@@ -191,14 +190,14 @@ void Decoder::attention_block(const Step& step, int64_t index, const AttentionPl
   rotate_and_write(qkv, layer.qkv.n, tokens, heads,
                    {data<float>(step.cos), data<float>(step.sin), step.cos.size(1)},
                    head_norm(layer.query_norm), head_norm(layer.key_norm), shape_.eps, queries,
-                   slots, threads_);
+                   slots, *team_);
   note(Part::kRotary);
   const int64_t stride = padded(heads.heads * heads.dim);
   T* context = buffer<T>(context_, padded_rows(tokens) * stride);
   const AttentionInputs<T> inputs{queries,          slots.keys, slots.values, slots.block_size,
                                   heads, context, stride};
   attend(inputs, {shape_.attention_scale, layer.window, shape_.attention_softcap, nullptr}, plan,
-         scratch_, use_amx_, threads_);
+         scratch_, use_amx_, *team_);
   note(Part::kAttention);
 }
 
@@ -259,7 +258,7 @@ at::Tensor Decoder::run(const Step& step) {
                        data<int32_t>(step.block_tables), step.block_tables.size(1), sequences,
                        step.keys.at(0).size(2)};
   const AttentionPlan plan =
-      plan_attention(view, {heads.heads / heads.kv_heads, heads.kv_heads, threads_});
+      plan_attention(view, {heads.heads / heads.kv_heads, heads.kv_heads, team_->count()});
   embed<T>(step, tokens);
   note(Part::kEmbed);
   const auto count = static_cast<int64_t>(layers_.size());
@@ -282,7 +281,8 @@ at::Tensor Decoder::run(const Step& step) {
 
 at::Tensor Decoder::forward(const c10::Dict<std::string, at::Tensor>& tensors,
                             std::vector<at::Tensor> keys, std::vector<at::Tensor> values) {
-  threads_ = at::get_num_threads();
+  const int threads = at::get_num_threads();
+  if (team_ == nullptr || team_->count() != threads) team_ = std::make_unique<Team>(threads);
   last_ = std::chrono::steady_clock::now();
   const auto get = [&](const char* name) { return tensors.at(name); };
   const Step step{get("token_ids"),    get("cos"),          get("sin"),

@@ -99,7 +99,7 @@ class Decoder : public torch::CustomClassHolder {
   Linear embedding_, head_;
   at::Tensor final_norm_;
   bool use_amx_;
-  int threads_ = 1;
+  std::unique_ptr<Team> team_;
   at::ScalarType dtype_ = at::kFloat;
 
   // Memory of a step: the residual stream, what a product reads (padded to whole tiles), and the

@@ -14,6 +14,7 @@
 #include <cstddef>
 
 #include "amx.h"
+#include "team.h"
 
 namespace shoal {
 
@@ -88,26 +89,23 @@ inline void multiply_block(const bf16* a, int64_t a_stride, const bf16* block, i
 // c [num_rows, 32] float32 row by row.
 template <typename Store>
 void gemm(const bf16* a, int64_t a_stride, int64_t rows, const bf16* packed, int64_t blocks,
-          int64_t k, int threads, const Store& store) {
+          int64_t k, Team& team, const Store& store) {
   const int64_t steps = round_up(k, kStep) / kStep;
   const int64_t chunks = (rows + kChunkRows - 1) / kChunkRows;
-#pragma omp parallel num_threads(threads)
-  {
+  team.run(chunks * blocks, team.grain(chunks * blocks), [&](int64_t begin, int64_t end) {
     Tiles tiles;
     alignas(64) float c[kBlockRows * kBlockColumns];
-#pragma omp for collapse(2) schedule(static)
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-      for (int64_t block = 0; block < blocks; ++block) {
-        const bf16* weights = packed + block * steps * 2 * kTileElements;
-        const int64_t end = std::min(rows, (chunk + 1) * kChunkRows);
-        for (int64_t row = chunk * kChunkRows; row < end; row += kBlockRows) {
-          const int64_t count = std::min(kBlockRows, end - row);
-          multiply_block(a + row * a_stride, a_stride, weights, steps, count > 16, c);
-          store(row, count, block, c);
-        }
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t chunk = task / blocks, block = task % blocks;
+      const bf16* weights = packed + block * steps * 2 * kTileElements;
+      const int64_t last = std::min(rows, (chunk + 1) * kChunkRows);
+      for (int64_t row = chunk * kChunkRows; row < last; row += kBlockRows) {
+        const int64_t count = std::min(kBlockRows, last - row);
+        multiply_block(a + row * a_stride, a_stride, weights, steps, count > 16, c);
+        store(row, count, block, c);
       }
     }
-  }
+  });
 }
 
 #endif

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "common.h"
+#include "team.h"
 
 namespace shoal {
 
@@ -24,18 +24,21 @@ float inverse_rms(const T* x, int64_t n, float eps) {
   return 1.0f / std::sqrt(sum / static_cast<float>(n) + eps);
 }
 
+// Rows below this are done before another thread would have noticed.
+constexpr int64_t kRowGrain = 8;
+
 // out [rows, n] = x / rms(x) * weight (https://arxiv.org/abs/1910.07467); `out` may be `x`.
 template <typename T>
 void rms_norm(const float* x, const float* weight, float eps, int64_t rows, int64_t n, T* out,
-              int64_t out_stride, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows > 8)
-  for (int64_t row = 0; row < rows; ++row) {
+              int64_t out_stride, Team& team) {
+  const auto one = [&](int64_t row) {
     const float* in = x + row * n;
     const float scale = inverse_rms(in, n, eps);
     T* result = out + row * out_stride;
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) result[i] = from_float<T>(in[i] * scale * weight[i]);
-  }
+  };
+  team.each(rows, kRowGrain, one);
 }
 
 enum class Activation { kSilu, kGelu, kGeluTanh };
@@ -118,10 +121,9 @@ template <typename T>
 void rotate_and_write(const T* qkv, int64_t qkv_stride, int64_t tokens, const HeadShape& shape,
                       const Rotation& rotation, const HeadNorm& query_norm,
                       const HeadNorm& key_norm, float eps, T* queries, const KVSlots<T>& slots,
-                      int threads) {
+                      Team& team) {
   const int64_t dim = shape.dim, half = rotation.half;
-#pragma omp parallel for num_threads(threads) if (tokens > 8)
-  for (int64_t token = 0; token < tokens; ++token) {
+  const auto one = [&](int64_t token) {
     const float* cos = rotation.cos + token * half;
     const float* sin = rotation.sin + token * half;
     const T* in = qkv + token * qkv_stride;
@@ -145,7 +147,8 @@ void rotate_and_write(const T* qkv, int64_t qkv_stride, int64_t tokens, const He
     for (int64_t head = 0; head < shape.kv_heads; ++head) {
       std::copy_n(value + head * dim, dim, slots.values + slot + head * head_stride);
     }
-  }
+  };
+  team.each(tokens, kRowGrain, one);
 }
 
 }  // namespace shoal
