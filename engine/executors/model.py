@@ -66,7 +66,7 @@ class ModelExecutor:
         self._model = model
         self._cache = cache
         self._info = info
-        self._sampler = Sampler(info.eos_token_ids)
+        self._sampler = Sampler(info.eos_token_ids, model.row_max)
         self._runs: dict[int, _Run] = {}
 
     @classmethod

@@ -87,6 +87,10 @@ class FusedDecoder:
         angles = Angles(turns.cos() * self._rotary_scale, turns.sin() * self._rotary_scale)
         return self.backend.forward(token_ids, batch, angles, rows, cache)
 
+    def row_max(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest of each row of `forward`'s logits, and its place."""
+        return self.backend.row_max(logits)
+
     def close(self) -> None:
         """Nothing to give back: its memory goes with it."""
 

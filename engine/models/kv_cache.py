@@ -13,6 +13,7 @@ import torch
 
 from configs.engine import CacheConfig
 from engine.errors import ConfigurationError
+from engine.kernels.memory import advise_huge_pages
 from engine.models.traits import ModelTraits
 
 
@@ -33,6 +34,9 @@ class KVCache:
             )
             for _ in range(traits.num_layers)
         ]
+        for layer in self.layers:
+            for cache in layer:
+                advise_huge_pages(cache)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks, (source, destination), in order."""

@@ -116,9 +116,7 @@ def _read_file(path: Path, names: list[str], views: dict[str, torch.Tensor]) -> 
                 continue
             tensor = file.get_tensor(name)
             if tensor.shape != place.shape:
-                raise NotFused(
-                    f"{name} has shape {tuple(tensor.shape)}, not {tuple(place.shape)}"
-                )
+                raise NotFused(f"{name} has shape {tuple(tensor.shape)}, not {tuple(place.shape)}")
             place.copy_(tensor)
 
 
@@ -176,9 +174,7 @@ def _place_mlp(places: _Places, layer: int, decoder: DecoderTraits, present: set
         places.add(f"{layer}.down_bias", {f"{name}down_proj.bias": hidden})
 
 
-def _place_norms(
-    places: _Places, layer: int, traits: ModelTraits, decoder: DecoderTraits
-) -> None:
+def _place_norms(places: _Places, layer: int, traits: ModelTraits, decoder: DecoderTraits) -> None:
     norms = decoder.norms
     for name, source in (
         ("input_norm", norms.input),

@@ -87,6 +87,12 @@ class NativeDecoder:
         )
         return logits
 
+    def row_max(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``logits.max(dim=-1)`` of what `forward` gave, which torch takes 8 ms for at 64 rows of
+        49,152."""
+        best, ids = self._decoder.row_max(logits)
+        return best, ids
+
     def take_timings(self) -> dict[str, float]:
         """Seconds spent in each part of a step since the last call."""
         return dict(self._decoder.take_timings())

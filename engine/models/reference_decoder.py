@@ -72,6 +72,11 @@ class ReferenceDecoder:
             logits = torch.tanh(logits / decoder.final_softcap) * decoder.final_softcap
         return logits
 
+    def row_max(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest logit of each row and its place."""
+        best, ids = logits.max(dim=-1)
+        return best, ids
+
     def _normed(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """`x` after the norm `name`, or as it is where the model has none, in the model's dtype."""
         weight = self._tensors.get(name)

@@ -121,16 +121,25 @@ void merge_row(const AttentionInputs<T>& in, const AttentionOptions& options,
   for (int64_t i = begin; i < end; ++i) maximum = std::max(maximum, partial(i)[dim]);
   float weight = options.sinks == nullptr ? 0.0f : std::exp(options.sinks[head] - maximum);
   T* out = in.out + plan.tokens[plan.merge_slots[begin]] * in.out_stride + head * dim;
-  std::vector<float> sum(dim, 0.0f);
+  // Weights first, so that each part of the result is added up in a register.
+  static thread_local std::vector<float> factors;
+  factors.assign(end - begin, 0.0f);
   for (int64_t i = begin; i < end; ++i) {
     const float* part = partial(i);
-    // A segment outside of the query's window has no weight, and its sum is not to be touched.
-    if (part[dim] == kHidden) continue;
-    const float factor = std::exp(part[dim] - maximum);
-    weight += factor * part[dim + 1];
-    for (int64_t j = 0; j < dim; ++j) sum[j] += factor * part[j];
+    // A segment outside of the query's window has no weight, and its sum is zero.
+    if (part[dim] != kHidden) factors[i - begin] = fast_exp(part[dim] - maximum);
+    weight += factors[i - begin] * part[dim + 1];
   }
-  for (int64_t j = 0; j < dim; ++j) out[j] = from_float<T>(sum[j] / weight);
+  for (float& factor : factors) factor /= weight;
+  for (int64_t j = 0; j < dim; j += 16) {
+    float sum[16] = {};
+    for (int64_t i = begin; i < end; ++i) {
+      const float* part = partial(i) + j;
+      const float factor = factors[i - begin];
+      for (int64_t k = 0; k < 16; ++k) sum[k] += factor * part[k];
+    }
+    for (int64_t k = 0; k < 16; ++k) out[j + k] = from_float<T>(sum[k]);
+  }
 }
 
 template <typename T>
@@ -145,6 +154,7 @@ template <typename T>
 class Runner {
  public:
   explicit Runner(bool) {}
+  void prefetch(const AttentionInputs<T>&, const Segment&, int64_t) {}
   void run(const AttentionInputs<T>& in, const AttentionOptions& options,
            const AttentionPlan& plan, const Segment& segment, int64_t kv_head, float* partials) {
     attend_segment(in, options, plan, segment, kv_head, partials);
@@ -157,6 +167,9 @@ class Runner<bf16> {
  public:
   explicit Runner(bool use_amx) {
     if (use_amx) tiles_ = std::make_unique<Tiles>();
+  }
+  void prefetch(const AttentionInputs<bf16>& in, const Segment& segment, int64_t kv_head) {
+    if (tiles_ != nullptr) prefetch_segment_amx(in, segment, kv_head);
   }
   void run(const AttentionInputs<bf16>& in, const AttentionOptions& options,
            const AttentionPlan& plan, const Segment& segment, int64_t kv_head, float* partials) {
@@ -182,9 +195,12 @@ void attend(const AttentionInputs<T>& in, const AttentionOptions& options,
   float* partials = scratch.partials.reserve(queries * heads * (in.shape.dim + 2));
   const int64_t tasks = static_cast<int64_t>(plan.segments.size()) * kv_heads;
   const int64_t merges = (static_cast<int64_t>(plan.merge_starts.size()) - 1) * heads;
-  team.run(tasks, 1, [&](int64_t begin, int64_t end) {
+  // Sequences lie scattered: each segment would begin with waiting for the memory.
+  team.run(tasks, team.grain(tasks), [&](int64_t begin, int64_t end) {
     Runner<T> runner(use_amx);
     for (int64_t task = begin; task < end; ++task) {
+      const int64_t next = task + 1;
+      if (next < end) runner.prefetch(in, plan.segments[next / kv_heads], next % kv_heads);
       runner.run(in, options, plan, plan.segments[task / kv_heads], task % kv_heads, partials);
     }
   });

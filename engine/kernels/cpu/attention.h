@@ -57,7 +57,8 @@ void finish_row(const AttentionInputs<T>& in, const AttentionOptions& options,
   }
   if (options.sinks != nullptr) weight += std::exp(options.sinks[head] - maximum);
   T* out = in.out + plan.tokens[query] * in.out_stride + head * dim;
-  for (int64_t i = 0; i < dim; ++i) out[i] = from_float<T>(sum[i] / weight);
+  const float factor = 1.0f / weight;
+  for (int64_t i = 0; i < dim; ++i) out[i] = from_float<T>(sum[i] * factor);
 }
 
 // First key of a segment that any of its queries sees, a multiple of 16 past its low end.
@@ -71,7 +72,9 @@ inline int64_t first_visible(const AttentionPlan& plan, const Segment& segment, 
   return skipped <= 0 ? segment.low : segment.low + skipped / 16 * 16;
 }
 
-// Defined for bf16 where the build has AMX.
+// Defined where the build has AMX. The first asks the memory for what the second will read first.
+void prefetch_segment_amx(const AttentionInputs<bf16>& in, const Segment& segment,
+                          int64_t kv_head);
 void attend_segment_amx(const AttentionInputs<bf16>& in, const AttentionOptions& options,
                         const AttentionPlan& plan, const Segment& segment, int64_t kv_head,
                         float* partials);

@@ -116,7 +116,7 @@ class AmxSegment {
   // Memory of this thread, kept between segments.
   struct Memory {
     Buffer<bf16> queries, keys, values, weights;
-    Buffer<float> scores, sums, maxima, totals;
+    Buffer<float> scores, sums, maxima, totals, row_sum;
     Buffer<int32_t> positions;
   };
 
@@ -130,6 +130,7 @@ class AmxSegment {
     sums_ = memory.sums.reserve(row_tiles_ * value_tiles_ * kTile);
     maxima_ = memory.maxima.reserve(row_tiles_ * kRows);
     totals_ = memory.totals.reserve(row_tiles_ * kRows);
+    row_sum_ = memory.row_sum.reserve(dim_);
     positions_ = memory.positions.reserve(row_tiles_ * kRows);
     std::fill_n(queries_, row_tiles_ * key_steps_ * 2 * kTile, bf16{0});
     std::fill_n(sums_, row_tiles_ * value_tiles_ * kTile, 0.0f);
@@ -147,8 +148,7 @@ class AmxSegment {
     bf16* tiles = queries_ + row / kRows * key_steps_ * 2 * kTile + row % kRows * 2;
     for (int64_t i = 0; i < dim_; i += 2) {
       bf16* pair = tiles + i / 32 * 2 * kTile + i % 32 / 2 * 32;
-      pair[0] = source[i];
-      pair[1] = source[i + 1];
+      std::memcpy(pair, source + i, 2 * sizeof(bf16));
     }
     positions_[row] = static_cast<int32_t>(plan_.positions[query]);
   }
@@ -178,28 +178,65 @@ class AmxSegment {
     for (int64_t key = 0; key < count; key += kRows) {
       int64_t stride = 0;
       const bf16* rows = key_rows(from + key, stride);
-      for (int64_t tile = 0; tile < row_tiles_; ++tile) {
-        _tile_zero(0);
-        for (int64_t step = 0; step < key_steps_; ++step) {
-          _tile_loadd(1, rows + step * 32, stride * static_cast<int64_t>(sizeof(bf16)));
-          _tile_loadd(2, queries_ + (tile * key_steps_ + step) * 2 * kTile, 64);
-          _tile_dpbf16ps(0, 1, 2);
-        }
-        _tile_stored(0, scores_ + (tile * kChunk + key) * kRows, 64);
+      int64_t tile = 0;
+      for (; tile + 4 <= row_tiles_; tile += 4) score_tiles<4>(rows, stride, tile, key);
+      for (; tile + 2 <= row_tiles_; tile += 2) score_tiles<2>(rows, stride, tile, key);
+      if (tile < row_tiles_) score_tiles<1>(rows, stride, tile, key);
+    }
+  }
+
+  // N row tiles at once: a product waits for the one before it on the same tile.
+  template <int N>
+  void score_tiles(const bf16* rows, int64_t stride, int64_t tile, int64_t key) {
+    _tile_zero(0);
+    if constexpr (N > 1) _tile_zero(1);
+    if constexpr (N > 2) _tile_zero(2);
+    if constexpr (N > 3) _tile_zero(3);
+    const auto query = [&](int64_t index, int64_t step) {
+      return queries_ + ((tile + index) * key_steps_ + step) * 2 * kTile;
+    };
+    for (int64_t step = 0; step < key_steps_; ++step) {
+      _tile_loadd(4, rows + step * 32, stride * static_cast<int64_t>(sizeof(bf16)));
+      _tile_loadd(5, query(0, step), 64);
+      _tile_dpbf16ps(0, 4, 5);
+      if constexpr (N > 1) {
+        _tile_loadd(6, query(1, step), 64);
+        _tile_dpbf16ps(1, 4, 6);
+      }
+      if constexpr (N > 2) {
+        _tile_loadd(7, query(2, step), 64);
+        _tile_dpbf16ps(2, 4, 7);
+      }
+      if constexpr (N > 3) {
+        _tile_loadd(5, query(3, step), 64);
+        _tile_dpbf16ps(3, 4, 5);
       }
     }
+    const auto out = [&](int64_t index) {
+      return scores_ + ((tile + index) * kChunk + key) * kRows;
+    };
+    _tile_stored(0, out(0), 64);
+    if constexpr (N > 1) _tile_stored(1, out(1), 64);
+    if constexpr (N > 2) _tile_stored(2, out(2), 64);
+    if constexpr (N > 3) _tile_stored(3, out(3), 64);
   }
 
   // Second operands [32 keys, value tile]; nothing is read past the segment's end.
   void load_values(int64_t from, int64_t count) {
     const __m256i zero = _mm256_setzero_si256();
+    const bf16* rows = nullptr;  // of 16 keys, where they lie together
+    const auto row = [&](int64_t key) -> const bf16* {
+      if (key >= count) return nullptr;
+      return in_place_ ? rows + key % 16 * dim_ : cached(in_.values, from + key);
+    };
     for (int64_t key = 0; key < round_up(count, 32); key += 2) {
-      const bf16* even = key < count ? cached(in_.values, from + key) : nullptr;
-      const bf16* odd = key + 1 < count ? cached(in_.values, from + key + 1) : nullptr;
+      if (in_place_ && key % 16 == 0 && key < count) rows = cached(in_.values, from + key);
+      const bf16 *even = row(key), *odd = row(key + 1);
       bf16* tiles = values_ + key / 32 * value_tiles_ * 2 * kTile + key % 32 / 2 * 32;
       for (int64_t tile = 0; tile < value_tiles_; ++tile) {
-        const auto load = [&](const bf16* row) {
-          return row == nullptr ? zero : _mm256_loadu_si256((const __m256i*)(row + tile * 16));
+        const auto load = [&](const bf16* values) {
+          if (values == nullptr) return zero;
+          return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + tile * 16));
         };
         _mm512_storeu_si512(tiles + tile * 2 * kTile, interleave(load(even), load(odd)));
       }
@@ -278,26 +315,58 @@ class AmxSegment {
   }
 
   void accumulate(int64_t tile, int64_t count) {
-    for (int64_t value = 0; value < value_tiles_; ++value) {
-      float* sums = sums_ + (tile * value_tiles_ + value) * kTile;
-      _tile_loadd(0, sums, 64);
-      for (int64_t step = 0; step < count; step += 32) {
-        _tile_loadd(1, weights_ + step / 32 * 2 * kTile, 64);
-        _tile_loadd(2, values_ + (step / 32 * value_tiles_ + value) * 2 * kTile, 64);
-        _tile_dpbf16ps(0, 1, 2);
+    int64_t value = 0;
+    for (; value + 4 <= value_tiles_; value += 4) accumulate_tiles<4>(tile, value, count);
+    for (; value + 2 <= value_tiles_; value += 2) accumulate_tiles<2>(tile, value, count);
+    if (value < value_tiles_) accumulate_tiles<1>(tile, value, count);
+  }
+
+  // Of N value tiles at once.
+  template <int N>
+  void accumulate_tiles(int64_t tile, int64_t first, int64_t count) {
+    const auto sums = [&](int64_t index) {
+      return sums_ + (tile * value_tiles_ + first + index) * kTile;
+    };
+    _tile_loadd(0, sums(0), 64);
+    if constexpr (N > 1) _tile_loadd(1, sums(1), 64);
+    if constexpr (N > 2) _tile_loadd(2, sums(2), 64);
+    if constexpr (N > 3) _tile_loadd(3, sums(3), 64);
+    for (int64_t step = 0; step < count; step += 32) {
+      const auto values = [&](int64_t index) {
+        return values_ + (step / 32 * value_tiles_ + first + index) * 2 * kTile;
+      };
+      _tile_loadd(4, weights_ + step / 32 * 2 * kTile, 64);
+      _tile_loadd(5, values(0), 64);
+      _tile_dpbf16ps(0, 4, 5);
+      if constexpr (N > 1) {
+        _tile_loadd(6, values(1), 64);
+        _tile_dpbf16ps(1, 4, 6);
       }
-      _tile_stored(0, sums, 64);
+      if constexpr (N > 2) {
+        _tile_loadd(7, values(2), 64);
+        _tile_dpbf16ps(2, 4, 7);
+      }
+      if constexpr (N > 3) {
+        _tile_loadd(5, values(3), 64);
+        _tile_dpbf16ps(3, 4, 5);
+      }
     }
+    _tile_stored(0, sums(0), 64);
+    if constexpr (N > 1) _tile_stored(1, sums(1), 64);
+    if constexpr (N > 2) _tile_stored(2, sums(2), 64);
+    if constexpr (N > 3) _tile_stored(3, sums(3), 64);
   }
 
   void finish(float* partials) {
-    std::vector<float> sum(dim_);
+    float* sum = row_sum_;
     for (int64_t row = 0; row < rows_; ++row) {
-      for (int64_t i = 0; i < dim_; ++i) {
-        sum[i] = sums_[(row / kRows * value_tiles_ + i / 16) * kTile + row % kRows * 16 + i % 16];
+      for (int64_t value = 0; value < value_tiles_; ++value) {
+        const float* source =
+            sums_ + (row / kRows * value_tiles_ + value) * kTile + row % kRows * 16;
+        _mm512_storeu_ps(sum + value * 16, _mm512_loadu_ps(source));
       }
       finish_row(in_, options_, plan_, segment_, partials, segment_.first + row / group_,
-                 kv_head_ * group_ + row % group_, sum.data(), maxima_[row], totals_[row]);
+                 kv_head_ * group_ + row % group_, sum, maxima_[row], totals_[row]);
     }
   }
 
@@ -308,11 +377,27 @@ class AmxSegment {
   const int64_t kv_head_, group_, dim_, rows_, row_tiles_, key_steps_, value_tiles_;
   const bool in_place_;
   bf16 *queries_, *keys_, *values_, *weights_;
-  float *scores_, *sums_, *maxima_, *totals_;
+  float *scores_, *sums_, *maxima_, *totals_, *row_sum_;
   int32_t* positions_;
 };
 
 }  // namespace
+
+void prefetch_segment_amx(const AttentionInputs<bf16>& in, const Segment& segment,
+                          int64_t kv_head) {
+  const int64_t end = std::min(segment.low + kChunk, segment.high);
+  const int64_t row_bytes = in.shape.dim * static_cast<int64_t>(sizeof(bf16));
+  for (int64_t place = segment.low; place < end;) {
+    const int64_t offset = place % in.block_size;
+    const int64_t rows = std::min(in.block_size - offset, end - place);
+    const int32_t block = segment.table[place / in.block_size];
+    for (const bf16* cache : {in.keys, in.values}) {
+      const auto* bytes = reinterpret_cast<const char*>(in.at(cache, block, kv_head, offset));
+      for (int64_t i = 0; i < rows * row_bytes; i += 64) _mm_prefetch(bytes + i, _MM_HINT_T1);
+    }
+    place += rows;
+  }
+}
 
 void attend_segment_amx(const AttentionInputs<bf16>& in, const AttentionOptions& options,
                         const AttentionPlan& plan, const Segment& segment, int64_t kv_head,

@@ -5,6 +5,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/library.h>
 
 #include <map>
@@ -24,13 +25,13 @@ Activation parse_activation(const std::string& name) {
   return found->second;
 }
 
-at::Tensor pack(const at::Tensor& weight, bool paired) {
+at::Tensor pack(const at::Tensor& weight, bool paired, Arena& arena) {
   const int64_t n = weight.size(0), k = weight.size(1);
-  at::Tensor packed = at::empty({packed_blocks(n, paired) * kBlockColumns * round_up(k, kStep)},
-                                weight.options());
+  const int64_t size = packed_blocks(n, paired) * kBlockColumns * round_up(k, kStep);
+  std::shared_ptr<void> memory = arena.take(size * static_cast<int64_t>(sizeof(bf16)));
   pack_weight(static_cast<const bf16*>(weight.const_data_ptr()), n, k, paired,
-              static_cast<bf16*>(packed.mutable_data_ptr()));
-  return packed;
+              static_cast<bf16*>(memory.get()));
+  return at::from_blob(memory.get(), {size}, [memory](void*) {}, weight.options());
 }
 
 template <typename T>
@@ -83,7 +84,8 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight) {
   at::Tensor out = at::empty({rows, n}, x.options().dtype(at::kFloat));
 #if SHOAL_AMX
   TORCH_CHECK(amx_usable(), "no tile unit");
-  const at::Tensor packed = pack(weight.contiguous(), false);
+  Arena arena;
+  const at::Tensor packed = pack(weight.contiguous(), false, arena);
   const int64_t stride = round_up(k, kStep);
   Buffer<bf16> input;
   bf16* in = input.reserve(round_up(rows, kBlockRows) * stride);
@@ -127,12 +129,12 @@ Decoder::Decoder(const c10::Dict<std::string, double>& numbers, std::vector<int6
   for (size_t i = 0; i < windows.size(); ++i) layers_[i].window = windows[i];
 }
 
-Linear Decoder::make_linear(const at::Tensor& weight, bool paired) const {
+Linear Decoder::make_linear(const at::Tensor& weight, bool paired) {
   Linear linear;
   linear.n = weight.size(0);
   linear.k = weight.size(1);
   if (use_amx_ && weight.scalar_type() == at::kBFloat16) {
-    linear.packed = pack(weight.contiguous(), paired);
+    linear.packed = pack(weight.contiguous(), paired, arena_);
   } else {
     linear.plain = weight.contiguous();
   }
@@ -198,6 +200,7 @@ TORCH_LIBRARY(shoal_cpu, m) {
       .def(torch::init<c10::Dict<std::string, double>, std::vector<int64_t>, std::string, bool>())
       .def("set_weight", &Decoder::set_weight)
       .def("forward", &Decoder::forward)
+      .def("row_max", &Decoder::row_max)
       .def("take_timings", &Decoder::take_timings);
 }
 

@@ -35,11 +35,18 @@ def cpu_kernels(progress: Callable[[str], None] = lambda message: None) -> bool:
     """Whether ``torch.ops.shoal_cpu`` is there; the first call compiles it where it has to (about
     45 seconds on two cores) and loads it. Where that fails it logs one warning with the reason."""
     try:
-        torch.ops.load_library(str(_ensure_library(progress)))
+        library = _ensure_library(progress)
+        if not _is_loaded():
+            torch.ops.load_library(str(library))
     except Exception as error:
         _warn_once(f"no CPU kernels, so plain torch computes, slowly: {error}")
         return False
     return True
+
+
+def _is_loaded() -> bool:
+    """Loading a second build into one process would end it."""
+    return hasattr(torch.ops.shoal_cpu, "paged_attention")
 
 
 @functools.cache
@@ -80,7 +87,7 @@ def _compile(folder: Path) -> None:
     """In a process of its own, whose PATH finds the ninja of this environment."""
     path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
     done = subprocess.run(
-        [sys.executable, "-m", "engine.kernels.cpu.build", str(folder)],
+        [sys.executable, "-m", "engine.kernels.cpu.build", str(folder), *_FLAGS],
         cwd=Path(__file__).parents[3],
         env={**os.environ, "PATH": path},
         capture_output=True,
@@ -89,7 +96,7 @@ def _compile(folder: Path) -> None:
     )
     if done.returncode != 0 or not (folder / _LIBRARY).is_file():
         lines = (done.stderr + done.stdout).strip().splitlines()
-        errors = [line for line in lines if "error" in line.lower()] or lines[-1:] or ["no output"]
+        errors = [line for line in lines if "error: " in line] or lines[-1:] or ["no output"]
         raise RuntimeError(f"compiling them failed: {errors[0].strip()}")
 
 
@@ -128,17 +135,17 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _build_into(folder: str) -> None:
+def _build_into(folder: str, flags: list[str]) -> None:
     from torch.utils.cpp_extension import load
 
     load(
         name=Path(_LIBRARY).stem,
         sources=[str(path) for path in _sources() if path.suffix == ".cpp"],
-        extra_cflags=list(_FLAGS),
+        extra_cflags=flags,
         build_directory=folder,
         is_python_module=False,
     )
 
 
 if __name__ == "__main__":
-    _build_into(sys.argv[1])
+    _build_into(sys.argv[1], sys.argv[2:])

