@@ -110,7 +110,7 @@ def read_decoder_traits(config: Any, traits: ModelTraits) -> DecoderTraits:
     family = _FAMILIES.get(traits.model_type)
     if family is None:
         raise NotFused(f"model type {traits.model_type!r} is not one that it knows")
-    activation = getattr(config, family.activation_key, None)
+    activation = str(getattr(config, family.activation_key, None))
     if activation not in _ACTIVATIONS:
         raise NotFused(f"activation {activation!r}")
     if traits.num_heads % traits.num_kv_heads != 0:

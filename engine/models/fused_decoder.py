@@ -1,7 +1,7 @@
 """One decoder for the architectures that `decoder_traits` describes, over merged weights.
 
-Invariant: it serves only what it has been compared with: at load a packed, paged run is held against
-the `transformers` module of the same checkpoint, which reads the same memory.
+Invariant: it serves only what it has been compared with: at load a packed, paged run is held
+against the `transformers` module of the same checkpoint, which reads the same memory.
 """
 
 from collections.abc import Callable

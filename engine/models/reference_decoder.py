@@ -1,8 +1,8 @@
 """A fused decoder's step in plain torch: what its kernels are compared with, and what runs where
 there are none.
 
-Invariant: the residual stream is float32; what a product reads and the cache holds is rounded to the
-model's dtype, once. The native decoder rounds in the same places or later.
+Invariant: the residual stream is float32; what a product reads and the cache holds is rounded to
+the model's dtype, once. The native decoder rounds in the same places or later.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
     """Rotates the pairs ``(i, i + rotated / 2)`` of each head of `x` ``[T, heads, D]``."""
     half = angles.cos.shape[1]
-    first, second, rest = x.float().split([half, half, x.shape[2] - 2 * half], dim=2)
+    first, second, rest = torch.split(x.float(), [half, half, x.shape[2] - 2 * half], dim=2)
     cos, sin = angles.cos[:, None], angles.sin[:, None]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=2)
 
@@ -100,7 +100,7 @@ class ReferenceDecoder:
         x = self._normed(hidden, f"{layer}.input_norm")
         qkv = F.linear(x, tensors[f"{layer}.qkv"], tensors.get(f"{layer}.qkv_bias"))
         sizes = [traits.num_heads, traits.num_kv_heads, traits.num_kv_heads]
-        query, key, value = qkv.view(len(x), -1, traits.head_dim).split(sizes, dim=1)
+        query, key, value = torch.split(qkv.view(len(x), -1, traits.head_dim), sizes, dim=1)
         query = rotate(self._head_norm(query, f"{layer}.query_norm"), angles).to(self._dtype)
         key = rotate(self._head_norm(key, f"{layer}.key_norm"), angles).to(self._dtype)
         key_cache, value_cache = cache.layers[layer]

@@ -1,4 +1,4 @@
-"""The fused decoder against `transformers`, family by family; whole engines are in test_equality."""
+"""The fused decoder against `transformers`, family by family (whole engines: test_equality)."""
 
 import dataclasses
 import json

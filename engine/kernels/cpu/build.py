@@ -37,7 +37,7 @@ def cpu_kernels(progress: Callable[[str], None] = lambda message: None) -> bool:
     try:
         library = _ensure_library(progress)
         if not _is_loaded():
-            torch.ops.load_library(str(library))
+            torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     except Exception as error:
         _warn_once(f"no CPU kernels, so plain torch computes, slowly: {error}")
         return False
@@ -118,7 +118,7 @@ def _compiler() -> str:
     """What the compiler that torch would call says of itself."""
     from torch.utils.cpp_extension import get_cxx_compiler
 
-    name = get_cxx_compiler()
+    name: str = get_cxx_compiler()  # type: ignore[no-untyped-call]
     if shutil.which(name) is None:
         raise RuntimeError(f"there is no C++ compiler ({name})")
     done = subprocess.run([name, "--version"], capture_output=True, text=True, timeout=60)
