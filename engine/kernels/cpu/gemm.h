@@ -66,9 +66,9 @@ inline void multiply_block(const bf16* a, int64_t a_stride, const bf16* block, i
   const auto stride = static_cast<std::ptrdiff_t>(a_stride * sizeof(bf16));
   for (int64_t step = 0; step < steps; ++step) {
     const bf16* b = block + step * 2 * kTileElements;
-    // The hardware prefetcher alone leaves a fifth of the memory's speed unused.
+    // Into the L2 cache, whose queue of misses is longer than the L1 cache's.
     for (int64_t line = 0; line < 32; ++line) {
-      _mm_prefetch(reinterpret_cast<const char*>(b) + kPrefetchBytes + line * 64, _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(b) + kPrefetchBytes + line * 64, _MM_HINT_T1);
     }
     _tile_loadd(4, a + step * kStep, stride);
     _tile_loadd(6, b, 64);

@@ -37,7 +37,7 @@ class Team {
   int count() const { return count_; }
 
   // Tasks in a claim, so that each thread comes back a few times.
-  int64_t grain(int64_t tasks) const { return std::max<int64_t>(1, tasks / (count_ * 8)); }
+  int64_t grain(int64_t tasks) const { return std::max<int64_t>(1, tasks / (count_ * 16)); }
 
   // Calls body(begin, end) on any thread for parts of [0, tasks), `grain` tasks each.
   template <typename Body>
