@@ -61,16 +61,32 @@ def _config(name: str) -> Any:
             )
         case "mistral":
             return transformers.MistralConfig(**_SHAPE, sliding_window=SLIDING_WINDOW)
+        case "qwen2":
+            return transformers.Qwen2Config(**_SHAPE)
+        case "phi3":
+            return transformers.Phi3Config(
+                **_SHAPE,
+                rope_parameters={
+                    "rope_type": "default",
+                    "rope_theta": 10000.0,
+                    "partial_rotary_factor": 0.5,
+                },
+            )
+        case "olmo2":
+            return transformers.Olmo2Config(**_SHAPE)
     raise ValueError(name)
 
 
 NAMES = ("llama", "qwen3", "gemma2", "gpt_oss", "mistral")
+FUSED_NAMES = ("llama", "qwen3", "gemma2", "mistral", "qwen2", "phi3", "olmo2")
+"""Those that the fused decoder knows."""
+_SEEDS = {name: seed for seed, name in enumerate((*NAMES, "qwen2", "phi3", "olmo2"))}
 
 
 def save_tiny_model(name: str, folder: Path) -> Path:
     """Makes the model `name` anew in `folder`, always with the same weights."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(NAMES.index(name))
+        torch.manual_seed(_SEEDS[name])
         model = transformers.AutoModelForCausalLM.from_config(_config(name), dtype=torch.float32)
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
@@ -78,6 +94,8 @@ def save_tiny_model(name: str, folder: Path) -> Path:
                     parameter.normal_(0.0, 0.2)
                 elif parameter_name.endswith("sinks"):
                     parameter.normal_(0.0, 1.0)
+                elif parameter_name.endswith("bias"):
+                    parameter.normal_(0.0, 0.2)
     model.save_pretrained(folder)
     return folder
 

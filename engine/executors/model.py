@@ -19,9 +19,9 @@ from engine.errors import ConfigurationError
 from engine.kernels.batch import AttentionBatch, SequenceSlice
 from engine.models.host_memory import HostMemory
 from engine.models.kv_cache import KVCache, plan_num_blocks, plan_num_slots
+from engine.models.load import ServedModel, load_model
 from engine.models.resolve import resolve_model
 from engine.models.traits import fingerprint
-from engine.models.transformers_model import TransformersModel
 from engine.plan import ExecutorInfo, Sampled, Slice, Start, StepPlan, StepResult
 from engine.sampling.sampler import Sampler
 from engine.sampling.state import SamplingState
@@ -61,14 +61,14 @@ class _Run:
 
 
 class ModelExecutor:
-    """`engine.plan.Executor` over a `TransformersModel`."""
+    """`engine.plan.Executor` over a model."""
 
-    def __init__(self, model: TransformersModel, cache: KVCache, info: ExecutorInfo) -> None:
+    def __init__(self, model: ServedModel, cache: KVCache, info: ExecutorInfo) -> None:
         self._model = model
         self._cache = cache
         self._host = HostMemory(cache, info.num_slots)
         self._info = info
-        self._sampler = Sampler(info.eos_token_ids)
+        self._sampler = Sampler(info.eos_token_ids, model.row_max)
         self._runs: dict[int, _Run] = {}
 
     @classmethod
@@ -79,7 +79,7 @@ class ModelExecutor:
         torch.set_num_threads(config.threads or _usable_cores())
         device = _device(config.device)
         folder = resolve_model(config.model, progress)
-        model = TransformersModel.load(folder, device, config.dtype, progress)
+        model = load_model(folder, device, config.dtype, progress)
         traits = model.traits
         try:
             if config.max_model_len is not None and config.max_model_len > traits.max_model_len:

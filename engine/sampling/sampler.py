@@ -6,7 +6,7 @@ of the batch nor the number of tries changes it, and a row that cannot be drawn 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,16 +28,26 @@ _NO_CANDIDATE = (
 )
 
 
+RowMax = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Of ``[N, V]``: the largest value of each row, NaN if there is one, and its place."""
+
+
+def _row_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    best, ids = logits.max(dim=-1)
+    return best, ids
+
+
 class Sampler:
     """Draws for a batch of runs. Holds nothing but constants of the model."""
 
-    def __init__(self, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, eos_token_ids: Sequence[int], row_max: RowMax = _row_max) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
+        self._row_max = row_max
 
     def sample(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sampled | str]:
         """One draw for each row of `logits` (``[N, V]``, any float dtype, not changed), or the
         reason why there is none. The states are only read."""
-        best, best_ids = logits.max(dim=-1)
+        best, best_ids = self._row_max(logits)
         # The largest logit tells all: NaN passes through a maximum, and -inf means that nothing
         # is possible.
         raw_faults = _faults(best)

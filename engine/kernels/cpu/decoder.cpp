@@ -1,0 +1,332 @@
+#include "decoder.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/linear.h>
+
+#include <limits>
+
+namespace shoal {
+
+namespace {
+
+template <typename T>
+constexpr at::ScalarType scalar_type() {
+  return std::is_same_v<T, float> ? at::kFloat : at::kBFloat16;
+}
+
+template <typename T>
+T* buffer(Buffer<uint8_t>& memory, int64_t count) {
+  return reinterpret_cast<T*>(memory.reserve(count * static_cast<int64_t>(sizeof(T))));
+}
+
+template <typename T>
+const T* data(const at::Tensor& tensor) {
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
+
+const float* optional(const at::Tensor& tensor) {
+  return tensor.defined() ? data<float>(tensor) : nullptr;
+}
+
+// Rows as a product reads them.
+int64_t padded(int64_t columns) { return round_up(columns, kStep); }
+int64_t padded_rows(int64_t rows) { return round_up(rows, kBlockRows); }
+
+}  // namespace
+
+// Calls store(row, first_column, count, values) for all of x [rows, k] * weight^T + bias.
+template <typename T, typename Store>
+void Decoder::multiply(const Linear& weight, const T* x, int64_t stride, int64_t rows,
+                       const Store& store) {
+  const float* bias = optional(weight.bias);
+#if SHOAL_AMX
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (weight.packed.defined()) {
+      gemm(x, stride, rows, data<bf16>(weight.packed), packed_blocks(weight.n, false), weight.k,
+           *team_, [&](int64_t first, int64_t count, int64_t block, float* c) {
+             const int64_t column = block * kBlockColumns;
+             const int64_t columns = std::min(kBlockColumns, weight.n - column);
+             for (int64_t row = 0; row < count; ++row) {
+               float* values = c + row * kBlockColumns;
+               if (bias != nullptr) {
+                 for (int64_t i = 0; i < columns; ++i) values[i] += bias[column + i];
+               }
+               store(first + row, column, columns, values);
+             }
+           });
+      return;
+    }
+  }
+#endif
+  const at::Tensor in =
+      at::from_blob(const_cast<T*>(x), {rows, weight.k}, {stride, 1},
+                    at::TensorOptions().dtype(scalar_type<T>()));
+  const at::Tensor out =
+      at::linear(in, weight.plain,
+                 weight.bias.defined() ? std::optional<at::Tensor>(weight.bias.to(in.dtype()))
+                                       : std::nullopt)
+          .contiguous();
+  const T* values = data<T>(out);
+  team_->each(rows, kRowGrain, [&](int64_t row) {
+    store(row, int64_t{0}, weight.n, values + row * weight.n);
+  });
+}
+
+// activated_ = act(gate) * up of input_.
+template <typename T>
+void Decoder::gate_up(const Linear& weight, int64_t rows) {
+  const T* x = buffer<T>(input_, 0);
+  const int64_t stride = padded(shape_.hidden), out_stride = padded(shape_.intermediate);
+  T* out = buffer<T>(activated_, padded_rows(rows) * out_stride);
+#if SHOAL_AMX
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (weight.packed.defined()) {
+      gemm(x, stride, rows, data<bf16>(weight.packed), packed_blocks(weight.n, true), weight.k,
+           *team_, [&](int64_t first, int64_t count, int64_t block, const float* c) {
+             const int64_t columns = std::min<int64_t>(16, shape_.intermediate - block * 16);
+             for (int64_t row = 0; row < count; ++row) {
+               const float* values = c + row * kBlockColumns;
+               activate_row(shape_.activation, values, values + 16, columns,
+                            out + (first + row) * out_stride + block * 16);
+             }
+           });
+      return;
+    }
+  }
+#endif
+  multiply<T>(weight, x, stride, rows,
+              [&](int64_t row, int64_t, int64_t, const auto* values) {
+                activate_row(shape_.activation, values, values + shape_.intermediate,
+                             shape_.intermediate, out + row * out_stride);
+              });
+}
+
+// input_ = norm(hidden_), or hidden_ itself where a model has no norm there.
+template <typename T>
+void Decoder::normed_input(const at::Tensor& norm, int64_t rows) {
+  const int64_t stride = padded(shape_.hidden);
+  T* out = buffer<T>(input_, padded_rows(rows) * stride);
+  const float* hidden = hidden_.data();
+  if (norm.defined()) {
+    rms_norm(hidden, data<float>(norm), shape_.eps, rows, shape_.hidden, out, stride, *team_);
+    return;
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t i = 0; i < shape_.hidden; ++i) {
+      out[row * stride + i] = from_float<T>(hidden[row * shape_.hidden + i]);
+    }
+  }
+}
+
+// hidden_ += norm(x * weight^T), the norm where there is one.
+template <typename T>
+void Decoder::add_product(const Linear& weight, const T* x, int64_t stride, int64_t rows,
+                          const at::Tensor& norm) {
+  const int64_t width = shape_.hidden;
+  float* hidden = hidden_.data();
+  if (!norm.defined()) {
+    multiply<T>(weight, x, stride, rows,
+                [&](int64_t row, int64_t column, int64_t count, const auto* values) {
+                  float* out = hidden + row * width + column;
+                  for (int64_t i = 0; i < count; ++i) out[i] += to_float(values[i]);
+                });
+    return;
+  }
+  float* branch = branch_.reserve(rows * width);
+  multiply<T>(weight, x, stride, rows,
+              [&](int64_t row, int64_t column, int64_t count, const auto* values) {
+                float* out = branch + row * width + column;
+                for (int64_t i = 0; i < count; ++i) out[i] = to_float(values[i]);
+              });
+  rms_norm(branch, data<float>(norm), shape_.eps, rows, width, branch, width, *team_);
+  for (int64_t i = 0; i < rows * width; ++i) hidden[i] += branch[i];
+}
+
+template <typename T>
+void Decoder::embed(const Step& step, int64_t tokens) {
+  const int64_t width = shape_.hidden;
+  const auto* ids = data<int64_t>(step.token_ids);
+  float* hidden = hidden_.reserve(tokens * width);
+  // Models that scale embeddings do so in their own dtype.
+  const float scale = to_float(from_float<T>(shape_.embedding_scale));
+  team_->each(tokens, kRowGrain, [&](int64_t token) {
+    for (int64_t i = 0; i < width; ++i) {
+      T value;
+      if constexpr (std::is_same_v<T, bf16>) {
+        value = embedding_.packed.defined()
+                    ? packed_at(data<bf16>(embedding_.packed), width, ids[token], i)
+                    : data<T>(embedding_.plain)[ids[token] * width + i];
+      } else {
+        value = data<T>(embedding_.plain)[ids[token] * width + i];
+      }
+      hidden[token * width + i] = to_float(from_float<T>(to_float(value) * scale));
+    }
+  });
+}
+
+template <typename T>
+void Decoder::attention_block(const Step& step, int64_t index, const AttentionPlan& plan,
+                              int64_t tokens) {
+  const Layer& layer = layers_[index];
+  const HeadShape& heads = shape_.heads;
+  normed_input<T>(layer.input_norm, tokens);
+  note(Part::kNorm);
+  T* qkv = buffer<T>(qkv_, tokens * layer.qkv.n);
+  multiply<T>(layer.qkv, buffer<T>(input_, 0), padded(shape_.hidden), tokens,
+              [&](int64_t row, int64_t column, int64_t count, const auto* values) {
+                T* out = qkv + row * layer.qkv.n + column;
+                for (int64_t i = 0; i < count; ++i) out[i] = from_float<T>(to_float(values[i]));
+              });
+  note(Part::kQkv);
+  T* queries = buffer<T>(queries_, tokens * heads.heads * heads.dim);
+  const at::Tensor &keys = step.keys[index], &values = step.values[index];
+  const KVSlots<T> slots{static_cast<T*>(keys.mutable_data_ptr()),
+                         static_cast<T*>(values.mutable_data_ptr()),
+                         data<int64_t>(step.slot_blocks), data<int64_t>(step.slot_offsets),
+                         keys.size(2)};
+  const auto head_norm = [&](const at::Tensor& weight) {
+    return HeadNorm{optional(weight), weight.defined() && weight.numel() > heads.dim};
+  };
+  rotate_and_write(qkv, layer.qkv.n, tokens, heads,
+                   {data<float>(step.cos), data<float>(step.sin), step.cos.size(1)},
+                   head_norm(layer.query_norm), head_norm(layer.key_norm), shape_.eps, queries,
+                   slots, *team_);
+  note(Part::kRotary);
+  const int64_t stride = padded(heads.heads * heads.dim);
+  T* context = buffer<T>(context_, padded_rows(tokens) * stride);
+  const AttentionInputs<T> inputs{queries,          slots.keys, slots.values, slots.block_size,
+                                  heads, context, stride};
+  attend(inputs, {shape_.attention_scale, layer.window, shape_.attention_softcap, nullptr}, plan,
+         scratch_, use_amx_, *team_);
+  note(Part::kAttention);
+}
+
+template <typename T>
+void Decoder::mlp_block(const Layer& layer, int64_t tokens) {
+  normed_input<T>(layer.mlp_norm, tokens);
+  note(Part::kNorm);
+  gate_up<T>(layer.gate_up, tokens);
+  note(Part::kGateUp);
+  add_product<T>(layer.down, buffer<T>(activated_, 0), padded(shape_.intermediate), tokens,
+                 layer.mlp_output_norm);
+  note(Part::kDown);
+}
+
+// Leaves only `rows` of the residual stream and of what attention gave: nothing reads the others
+// once the last layer's keys and values are written.
+template <typename T>
+void Decoder::keep_rows(const at::Tensor& rows) {
+  const auto* kept = data<int64_t>(rows);
+  const int64_t count = rows.numel(), width = shape_.hidden;
+  const int64_t stride = padded(shape_.heads.heads * shape_.heads.dim);
+  float* copy = kept_.reserve(count * (width + stride));
+  T* context = buffer<T>(context_, 0);
+  float* hidden = hidden_.data();
+  for (int64_t i = 0; i < count; ++i) {
+    std::copy_n(hidden + kept[i] * width, width, copy + i * width);
+    for (int64_t j = 0; j < stride; ++j) {
+      copy[count * width + i * stride + j] = to_float(context[kept[i] * stride + j]);
+    }
+  }
+  std::copy_n(copy, count * width, hidden);
+  for (int64_t i = 0; i < count * stride; ++i) context[i] = from_float<T>(copy[count * width + i]);
+}
+
+template <typename T>
+at::Tensor Decoder::head(int64_t rows) {
+  normed_input<T>(final_norm_, rows);
+  at::Tensor logits = at::empty({rows, shape_.vocab}, at::TensorOptions().dtype(at::kFloat));
+  auto* out = static_cast<float*>(logits.mutable_data_ptr());
+  const float cap = shape_.final_softcap;
+  multiply<T>(head_.n != 0 ? head_ : embedding_, buffer<T>(input_, 0), padded(shape_.hidden), rows,
+              [&](int64_t row, int64_t column, int64_t count, const auto* values) {
+                float* place = out + row * shape_.vocab + column;
+                for (int64_t i = 0; i < count; ++i) place[i] = to_float(values[i]);
+                if (cap == 0.0f) return;
+                for (int64_t i = 0; i < count; ++i) place[i] = cap * std::tanh(place[i] / cap);
+              });
+  note(Part::kHead);
+  return logits;
+}
+
+template <typename T>
+at::Tensor Decoder::run(const Step& step) {
+  const int64_t tokens = step.token_ids.numel(), kept = step.rows.numel();
+  const int64_t sequences = step.context_lens.numel();
+  const HeadShape& heads = shape_.heads;
+  const BatchView view{data<int64_t>(step.query_starts), data<int64_t>(step.context_lens),
+                       data<int32_t>(step.block_tables), step.block_tables.size(1), sequences,
+                       step.keys.at(0).size(2)};
+  const AttentionPlan plan =
+      plan_attention(view, {heads.heads / heads.kv_heads, heads.kv_heads, team_->count()});
+  embed<T>(step, tokens);
+  note(Part::kEmbed);
+  const auto count = static_cast<int64_t>(layers_.size());
+  for (int64_t index = 0; index < count; ++index) {
+    attention_block<T>(step, index, plan, tokens);
+    const int64_t rows = index + 1 < count ? tokens : kept;
+    if (index + 1 == count) {
+      if (kept == 0) break;
+      keep_rows<T>(step.rows);
+    }
+    const Layer& layer = layers_[index];
+    add_product<T>(layer.output, buffer<T>(context_, 0), padded(heads.heads * heads.dim), rows,
+                   layer.attention_output_norm);
+    note(Part::kOutput);
+    mlp_block<T>(layer, rows);
+  }
+  if (kept == 0) return at::empty({0, shape_.vocab}, at::TensorOptions().dtype(at::kFloat));
+  return head<T>(kept);
+}
+
+at::Tensor Decoder::forward(const c10::Dict<std::string, at::Tensor>& tensors,
+                            std::vector<at::Tensor> keys, std::vector<at::Tensor> values) {
+  const int threads = at::get_num_threads();
+  if (team_ == nullptr || team_->count() != threads) team_ = std::make_unique<Team>(threads);
+  last_ = std::chrono::steady_clock::now();
+  const auto get = [&](const char* name) { return tensors.at(name); };
+  const Step step{get("token_ids"),    get("cos"),          get("sin"),
+                  get("slot_blocks"),  get("slot_offsets"), get("query_starts"),
+                  get("context_lens"), get("block_tables"), get("rows"),
+                  std::move(keys),     std::move(values)};
+  TORCH_CHECK(step.keys.size() == layers_.size() && step.values.size() == layers_.size(),
+              "a cache of ", step.keys.size(), " layers for a model of ", layers_.size());
+  return dtype_ == at::kFloat ? run<float>(step) : run<bf16>(step);
+}
+
+std::tuple<at::Tensor, at::Tensor> Decoder::row_max(const at::Tensor& logits) {
+  TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.is_contiguous() && team_ != nullptr,
+              "row_max takes what forward gave");
+  const int64_t rows = logits.size(0), columns = logits.size(1);
+  at::Tensor best = at::empty({rows}, logits.options());
+  at::Tensor ids = at::empty({rows}, logits.options().dtype(at::kLong));
+  auto* values = static_cast<float*>(best.mutable_data_ptr());
+  auto* places = static_cast<int64_t*>(ids.mutable_data_ptr());
+  team_->each(rows, 1, [&](int64_t row) {
+    const float* x = data<float>(logits) + row * columns;
+    float largest = x[0];
+    int not_a_number = 0;
+#pragma omp simd reduction(max : largest) reduction(| : not_a_number)
+    for (int64_t i = 0; i < columns; ++i) {
+      largest = x[i] > largest ? x[i] : largest;
+      not_a_number |= x[i] != x[i];
+    }
+    if (not_a_number != 0) largest = std::numeric_limits<float>::quiet_NaN();
+    values[row] = largest;
+    const float* found = std::find_if(x, x + columns, [&](float value) {
+      return value == largest || value != value;
+    });
+    places[row] = found - x;
+  });
+  return {best, ids};
+}
+
+void Decoder::note(Part part) {
+  const auto now = std::chrono::steady_clock::now();
+  seconds_[static_cast<size_t>(part)] += std::chrono::duration<double>(now - last_).count();
+  last_ = now;
+}
+
+}  // namespace shoal

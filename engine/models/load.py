@@ -1,0 +1,59 @@
+"""Which model class serves a checkpoint: the fused decoder where it can, else `transformers`.
+
+Invariant: whichever it is, it has the same interface and has passed the same comparison at load.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from engine.kernels.batch import AttentionBatch
+from engine.models.decoder_traits import NotFused
+from engine.models.fused_decoder import FusedDecoder
+from engine.models.kv_cache import KVCache
+from engine.models.traits import ModelTraits
+from engine.models.transformers_model import TransformersModel
+
+_log = logging.getLogger(__name__)
+
+
+class ServedModel(Protocol):
+    """What an executor needs of a model."""
+
+    @property
+    def traits(self) -> ModelTraits: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        batch: AttentionBatch,
+        rows: torch.Tensor,
+        cache: KVCache,
+    ) -> torch.Tensor: ...
+
+    def row_max(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def close(self) -> None: ...
+
+
+def load_model(
+    folder: Path,
+    device: torch.device,
+    dtype: str = "auto",
+    progress: Callable[[str], None] = lambda message: None,
+) -> ServedModel:
+    """Raises `ModelRefused` for a checkpoint that cannot be served correctly."""
+    try:
+        return FusedDecoder.load(folder, device, dtype, progress)
+    except NotFused as reason:
+        _log.info("transformers runs this model, not the fused decoder: %s", reason)
+    return TransformersModel.load(folder, device, dtype, progress)

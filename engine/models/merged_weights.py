@@ -1,0 +1,193 @@
+"""A checkpoint read straight into the tensors that a fused decoder multiplies with.
+
+Invariant: every tensor of the checkpoint has a place, of its shape, and every place is filled; else
+`NotFused`. Q, K and V lie in one matrix, gate and up in another; the names that the checkpoint uses
+stay available as views of them.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.models.decoder_traits import DecoderTraits, NotFused
+from engine.models.traits import ModelTraits
+
+# Computed, not learned; some older checkpoints carry it all the same.
+_COMPUTED = ".rotary_emb.inv_freq"
+
+
+@dataclass(frozen=True, slots=True)
+class MergedWeights:
+    """Weights in the engine's dtype and on its device.
+
+    `tensors` are named ``embedding``, ``head`` (absent where tied), ``final_norm``, and below each
+    layer's number ``N.``: ``qkv`` ``[(H + 2 KV) * D, hidden]``, ``output``, ``gate_up``
+    ``[2 * intermediate, hidden]``, ``down``; vectors ``input_norm``, ``attention_output_norm``,
+    ``mlp_norm``, ``mlp_output_norm``, ``query_norm``, ``key_norm``, ``qkv_bias``, ``output_bias``,
+    ``down_bias``, each where the model has one.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    views: dict[str, torch.Tensor]
+    """By the checkpoint's names, in the memory of `tensors`."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+@dataclass
+class _Places:
+    """Where each tensor of the checkpoint goes."""
+
+    dtype: torch.dtype
+    device: torch.device
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    views: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, parts: dict[str, int], *rest: int) -> None:
+        """Tensor `name` of ``[sum(parts), *rest]``, made of the checkpoint's `parts` by rows."""
+        whole = torch.empty((sum(parts.values()), *rest), dtype=self.dtype, device=self.device)
+        self.tensors[name] = whole
+        first = 0
+        for part, rows in parts.items():
+            self.views[part] = whole[first : first + rows]
+            first += rows
+
+
+def read_weights(
+    folder: Path,
+    traits: ModelTraits,
+    decoder: DecoderTraits,
+    device: torch.device,
+    progress: Callable[[str], None] = lambda message: None,
+) -> MergedWeights:
+    """Reads all safetensors files in `folder`. Raises `NotFused` for a tensor without a place, or a
+    place without a tensor."""
+    files = _checkpoint_files(folder)
+    present = {name for names in files.values() for name in names}
+    places = _places(traits, decoder, present, device)
+    unknown = sorted(present - places.views.keys())
+    # A tied checkpoint may carry its head twice.
+    tied = {"lm_head.weight"} if decoder.tied_embeddings else set()
+    if unknown := [name for name in unknown if name not in tied and not name.endswith(_COMPUTED)]:
+        raise NotFused(f"the checkpoint has {len(unknown)} tensors it does not know: {unknown[0]}")
+    if missing := sorted(places.views.keys() - present):
+        raise NotFused(f"the checkpoint lacks {len(missing)} tensors, among them {missing[0]}")
+    for number, (path, names) in enumerate(files.items(), start=1):
+        if len(files) > 1:
+            progress(f"weights: file {number} of {len(files)}")
+        _read_file(path, names, places.views)
+    return MergedWeights(places.tensors, places.views)
+
+
+def _checkpoint_files(folder: Path) -> dict[Path, list[str]]:
+    """Names of tensors by file: what an index lists, or all files where there is none."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        if index.is_file():
+            listed = json.loads(index.read_text())["weight_map"]
+            paths = sorted({folder / str(name) for name in listed.values()})
+        else:
+            paths = [folder / "model.safetensors"]
+        found: dict[Path, list[str]] = {}
+        for path in paths:
+            with _open(path) as file:
+                found[path] = list(file.keys())
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise NotFused(f"the checkpoint cannot be read: {error}") from error
+    return found
+
+
+def _open(path: Path) -> Any:
+    return safe_open(str(path), framework="pt")
+
+
+def _read_file(path: Path, names: list[str], views: dict[str, torch.Tensor]) -> None:
+    with _open(path) as file:
+        for name in names:
+            place = views.get(name)
+            if place is None:
+                continue
+            tensor = file.get_tensor(name)
+            if tensor.shape != place.shape:
+                raise NotFused(f"{name} has shape {tuple(tensor.shape)}, not {tuple(place.shape)}")
+            place.copy_(tensor)
+
+
+def _places(
+    traits: ModelTraits, decoder: DecoderTraits, present: set[str], device: torch.device
+) -> _Places:
+    places = _Places(getattr(torch, traits.dtype), device)
+    hidden = decoder.hidden_size
+    places.add("embedding", {"model.embed_tokens.weight": traits.vocab_size}, hidden)
+    if not decoder.tied_embeddings:
+        places.add("head", {"lm_head.weight": traits.vocab_size}, hidden)
+    places.add("final_norm", {"model.norm.weight": hidden})
+    for layer in range(traits.num_layers):
+        _place_attention(places, layer, traits, decoder, present)
+        _place_mlp(places, layer, decoder, present)
+        _place_norms(places, layer, traits, decoder)
+    return places
+
+
+def _place_attention(
+    places: _Places,
+    layer: int,
+    traits: ModelTraits,
+    decoder: DecoderTraits,
+    present: set[str],
+) -> None:
+    name = f"model.layers.{layer}.self_attn."
+    queries, keys = traits.num_heads * traits.head_dim, traits.num_kv_heads * traits.head_dim
+    if decoder.merged_checkpoint:
+        parts = {"qkv_proj": queries + 2 * keys}
+    else:
+        parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+
+    def named(kind: str) -> dict[str, int]:
+        return {f"{name}{part}.{kind}": rows for part, rows in parts.items()}
+
+    places.add(f"{layer}.qkv", named("weight"), decoder.hidden_size)
+    if named("bias").keys() & present:
+        places.add(f"{layer}.qkv_bias", named("bias"))
+    places.add(f"{layer}.output", {f"{name}o_proj.weight": decoder.hidden_size}, queries)
+    if f"{name}o_proj.bias" in present:
+        places.add(f"{layer}.output_bias", {f"{name}o_proj.bias": decoder.hidden_size})
+
+
+def _place_mlp(places: _Places, layer: int, decoder: DecoderTraits, present: set[str]) -> None:
+    name = f"model.layers.{layer}.mlp."
+    hidden, width = decoder.hidden_size, decoder.intermediate_size
+    if decoder.merged_checkpoint:
+        parts = {f"{name}gate_up_proj.weight": 2 * width}
+    else:
+        parts = {f"{name}gate_proj.weight": width, f"{name}up_proj.weight": width}
+    places.add(f"{layer}.gate_up", parts, hidden)
+    places.add(f"{layer}.down", {f"{name}down_proj.weight": hidden}, width)
+    if f"{name}down_proj.bias" in present:
+        places.add(f"{layer}.down_bias", {f"{name}down_proj.bias": hidden})
+
+
+def _place_norms(places: _Places, layer: int, traits: ModelTraits, decoder: DecoderTraits) -> None:
+    norms = decoder.norms
+    for name, source in (
+        ("input_norm", norms.input),
+        ("attention_output_norm", norms.attention_output),
+        ("mlp_norm", norms.mlp),
+        ("mlp_output_norm", norms.mlp_output),
+    ):
+        if source is not None:
+            part = f"model.layers.{layer}.{source}.weight"
+            places.add(f"{layer}.{name}", {part: decoder.hidden_size})
+    if decoder.head_norm == "none":
+        return
+    for name, heads in (("query", traits.num_heads), ("key", traits.num_kv_heads)):
+        size = traits.head_dim * (heads if decoder.head_norm == "all" else 1)
+        part = f"model.layers.{layer}.self_attn.{name[0]}_norm.weight"
+        places.add(f"{layer}.{name}_norm", {part: size})
