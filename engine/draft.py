@@ -18,7 +18,7 @@ _MIN_PREFILL = 16
 """Prompt tokens that a step may always have, whatever waits for its end."""
 
 
-class Work(msgspec.Struct, eq=False):
+class Work(msgspec.Struct, eq=False, gc=False):
     """A slice, and whose it is."""
 
     request: RequestState
@@ -42,6 +42,22 @@ class Draft:
     starts: dict[int, Start] = field(default_factory=dict)
     """By run id, as is the work."""
     work: dict[int, Work] = field(default_factory=dict)
+
+    def add(
+        self, request: RequestState, table: RequestBlocks, length: int, fresh: tuple[int, ...]
+    ) -> None:
+        """The next `length` tokens of a request that runs; `fresh` are blocks new in its table."""
+        run_id, start = request.run_id, request.num_planned_tokens
+        assert run_id is not None
+        end = start + length
+        samples = end == len(request.token_ids) + request.num_unknown_tokens
+        request.num_planned_tokens = end
+        if samples:
+            request.num_unknown_tokens += 1
+        self.budget -= length
+        if length > 1 or not samples:
+            self.prefill_budget -= length
+        self.work[run_id] = Work(request, table, Slice(run_id, start, length, fresh, samples))
 
     def give_back(self, planned: Slice) -> None:
         self.budget += planned.length

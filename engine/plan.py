@@ -68,7 +68,7 @@ class StepPlan:
         return sum(item.length for item in self.slices)
 
 
-class Sampled(msgspec.Struct, frozen=True):
+class Sampled(msgspec.Struct, frozen=True, gc=False):
     """What a run drew: one token, or more once drafts are verified."""
 
     token_ids: tuple[int, ...]

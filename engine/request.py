@@ -79,11 +79,6 @@ class RequestState:
         return len(self.token_ids) + self.num_unknown_tokens - self.num_planned_tokens
 
     @property
-    def is_surely_complete(self) -> bool:
-        """Whether the plans that are not committed reach its limit."""
-        return len(self.token_ids) + self.num_unknown_tokens >= self.max_num_tokens
-
-    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
@@ -117,7 +112,7 @@ class RequestState:
         return FinishReason.LENGTH if len(token_ids) >= self.max_num_tokens else None
 
 
-class TokenEvent(msgspec.Struct, frozen=True):
+class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """New output of one request, its end, or both."""
 
     request: RequestState

@@ -15,7 +15,7 @@ from cache.tiers import LowerTiers
 from configs.engine import SchedulerConfig
 from engine.draft import Draft, Work, prefill_budget
 from engine.errors import RequestRejected
-from engine.plan import Slice, Start, StepPlan, StepResult
+from engine.plan import Start, StepPlan, StepResult
 from engine.request import RequestKey, RequestState, TokenEvent
 from engine.waiting import WaitingQueue, ttft_s
 from engine.wire import Finish, FinishReason, RejectCode
@@ -148,32 +148,30 @@ class Scheduler:
     def _plan_running(self, draft: Draft) -> bool:
         """Returns whether anything had to be preempted."""
         before, size = self.num_preemptions, self.block_size
+        most_in_flight = _MAX_IN_FLIGHT if self.config.overlap else 1
         for request in list(self._running):
             table = request.table
             if table is None:  # Preempted a moment ago.
                 continue
+            num_known = len(request.token_ids) + request.num_unknown_tokens
             if not table.in_flight:
                 request.is_held_back = False
-            elif not self._may_run_ahead(request, table):
+            elif (
+                table.in_flight >= most_in_flight
+                or num_known >= request.max_num_tokens  # It will surely have ended.
+                or request.is_held_back
+            ):
                 continue
             start = request.num_planned_tokens
-            if start < len(table.block_ids) * size and request.num_unplanned_tokens == 1:
+            if num_known - start == 1 and start < len(table.block_ids) * size:
                 # Most of what there is to plan: one more token, in a block that it has.
                 if draft.budget:
-                    self._draft_slice(request, table, 1, (), draft)
+                    draft.add(request, table, 1, ())
                 continue
             length = self._length(request, draft)
             if length > 0 and self._make_room(request, length, draft):
                 self._plan_slice(request, length, draft)
         return self.num_preemptions > before
-
-    def _may_run_ahead(self, request: RequestState, table: RequestBlocks) -> bool:
-        return (
-            self.config.overlap
-            and table.in_flight < _MAX_IN_FLIGHT
-            and not request.is_held_back
-            and not request.is_surely_complete
-        )
 
     def _make_room(self, request: RequestState, length: int, draft: Draft) -> bool:
         """Preempts until `length` more tokens fit. False if it was itself the one to go, or if
@@ -309,27 +307,8 @@ class Scheduler:
         assert table is not None
         fresh = self.cache.grow(table, self._blocks_for(request.num_planned_tokens + length))
         assert fresh is not None
-        self._draft_slice(request, table, length, tuple(fresh), draft)
+        draft.add(request, table, length, tuple(fresh))
         return fresh
-
-    def _draft_slice(
-        self,
-        request: RequestState,
-        table: RequestBlocks,
-        length: int,
-        fresh: tuple[int, ...],
-        draft: Draft,
-    ) -> None:
-        run_id, start = request.run_id, request.num_planned_tokens
-        assert run_id is not None
-        samples = length == request.num_unplanned_tokens
-        request.num_planned_tokens = start + length
-        if samples:
-            request.num_unknown_tokens += 1
-        draft.budget -= length
-        if length > 1 or not samples:
-            draft.prefill_budget -= length
-        draft.work[run_id] = Work(request, table, Slice(run_id, start, length, fresh, samples))
 
     def _length(self, request: RequestState, draft: Draft) -> int:
         pending = request.num_unplanned_tokens
@@ -408,13 +387,15 @@ class Scheduler:
             return None
         request.num_unknown_tokens -= 1
         sampled = result.sampled[run_id]
-        offset = request.num_output_tokens
-        request.token_ids.extend(sampled.token_ids)
-        reason = request.finish_reason()
+        token_ids = request.token_ids
+        offset = len(token_ids) - request.num_prompt_tokens
+        token_ids += sampled.token_ids
         finish = None
-        if reason is not None:
-            self._end(request)
-            finish = Finish(reason)
+        if len(token_ids) >= request.max_num_tokens or token_ids[-1] in request.end_token_ids:
+            reason = request.finish_reason()
+            if reason is not None:
+                self._end(request)
+                finish = Finish(reason)
         return TokenEvent(request, offset, sampled.token_ids, sampled.logprobs, finish)
 
     def _publish(self, request: RequestState, table: RequestBlocks, num_full: int) -> None:

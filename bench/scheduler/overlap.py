@@ -67,7 +67,7 @@ def _both(config: EngineConfig, num_streams: int, num_tokens: int) -> tuple[_Run
 
 async def _run(endpoint: str, num_streams: int, num_tokens: int) -> _Run:
     async with await EngineClient.connect(endpoint) as client:
-        await _streams(client, num_streams, 4, 0)
+        await _streams(client, num_streams, 40, 0)
         rounds = [await _streams(client, num_streams, num_tokens, n) for n in range(1, _ROUNDS + 1)]
         return _Run(
             statistics.median(step_s for step_s, _, _ in rounds),
