@@ -41,7 +41,12 @@ def test_serve_takes_what_the_chart_says(deployed: Deployed, tmp_path: Path) -> 
     deployed.wait_ready("owner/charted:1")
     assert set(deployed.ready()) == {"owner/charted:1"}
     assert deployed.ask(model="short").status_code == 200
-    states = {name: each["status"] for name, each in deployed.serve_details().items()}
-    assert states == {"ingress": "RUNNING", "engine-owner%2fcharted%3a1": "RUNNING"}
+
+    def states() -> dict[str, str]:
+        return {name: each["status"] for name, each in deployed.serve_details().items()}
+
+    # Serve's controller says so a moment after the engine.
+    running = {"ingress": "RUNNING", "engine-owner%2fcharted%3a1": "RUNNING"}
+    deployed.wait(lambda: states() == running)
     # What the one deployed, the other changes.
     deployed.restore()
