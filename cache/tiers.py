@@ -112,7 +112,7 @@ class LowerTiers:
         self._promotions: dict[BlockKey, Promotion] = {}
         """By the first key of each."""
         self._jobs: list[DiskJob] = []
-        self._writes: list[DiskJob] = []
+        self._writes: set[DiskJob] = set()
         """All that have not ended; those in `_jobs` too."""
         self._num_writing = 0
         self._max_writing = max(1, host.pool.num_blocks // 2)
@@ -214,8 +214,7 @@ class LowerTiers:
 
     def _end_promotion(self, promotion: Promotion) -> None:
         promotion.is_over = True
-        count = next((at for at, is_there in enumerate(promotion.found) if not is_there), None)
-        num_found = len(promotion.found) if count is None else count
+        num_found = [*promotion.found, False].index(False)
         self.counts.promoted += num_found
         self.counts.missed += len(promotion.found) - num_found
         slots = promotion.table
@@ -235,7 +234,7 @@ class LowerTiers:
         self.host.enter_plan(slots)
         self._num_writing += len(job.items)
         self._jobs.append(job)
-        self._writes.append(job)
+        self._writes.add(job)
 
     # ------------------------------------------------------------ checking
 

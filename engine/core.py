@@ -243,16 +243,7 @@ class EngineCore:
                     logger.error("request %s failed: %s", request.key[1], event.finish.message)
             if session is None:
                 continue
-            item = TokenItem(
-                request_id=request.key[1],
-                attempt=request.attempt,
-                offset=event.offset,
-                token_ids=tuple(event.token_ids),
-                finish=event.finish,
-                cached_tokens=request.cached_tokens or 0,
-                logprobs=event.logprobs,
-            )
-            batches.setdefault(session, []).append(item)
+            batches.setdefault(session, []).append(event.as_item())
         step = self._meter.num_steps
         for session, items in batches.items():
             self._transport.send(session, wire.TokenBatch(step, session.seen, tuple(items)))

@@ -54,14 +54,19 @@ class Draft:
         request.num_planned_tokens = end
         if samples:
             request.num_unknown_tokens += 1
-        self.budget -= length
-        if length > 1 or not samples:
-            self.prefill_budget -= length
-        self.work[run_id] = Work(request, table, Slice(run_id, start, length, fresh, samples))
+        planned = Slice(run_id, start, length, fresh, samples)
+        self._spend(planned, length)
+        self.work[run_id] = Work(request, table, planned)
 
-    def give_back(self, planned: Slice) -> None:
-        self.budget += planned.length
-        self.prefill_budget += 0 if planned.is_decode else planned.length
+    def drop(self, run_id: int) -> None:
+        """Takes a run's slice out again, if it has one."""
+        if (work := self.work.pop(run_id, None)) is not None:
+            self._spend(work.slice, -work.slice.length)
+
+    def _spend(self, planned: Slice, num_tokens: int) -> None:
+        self.budget -= num_tokens
+        if not planned.is_decode:
+            self.prefill_budget -= num_tokens
 
     @property
     def is_empty(self) -> bool:

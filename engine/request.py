@@ -15,7 +15,14 @@ from cache.keys import KeyRoot
 from cache.prefix import RequestBlocks
 from cache.tiers import Promotion
 from cache.wheel import Retention
-from engine.wire import Finish, FinishReason, SamplingParams, ServiceClass, TokenLogprobs
+from engine.wire import (
+    Finish,
+    FinishReason,
+    SamplingParams,
+    ServiceClass,
+    TokenItem,
+    TokenLogprobs,
+)
 
 RequestKey = tuple[str, str]
 """(ingress id, request id): what two ingresses call alike does not collide."""
@@ -112,6 +119,11 @@ class RequestState:
         return FinishReason.LENGTH if len(token_ids) >= self.max_num_tokens else None
 
 
+def by_order(request: RequestState) -> tuple[int, int, int]:
+    """For sorting: the first is the strongest."""
+    return request.order
+
+
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """New output of one request, its end, or both."""
 
@@ -120,3 +132,15 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     token_ids: Sequence[int] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish: Finish | None = None
+
+    def as_item(self) -> TokenItem:
+        """For the ingress that the request came from."""
+        return TokenItem(
+            request_id=self.request.key[1],
+            attempt=self.request.attempt,
+            offset=self.offset,
+            token_ids=tuple(self.token_ids),
+            finish=self.finish,
+            cached_tokens=self.request.cached_tokens or 0,
+            logprobs=self.logprobs,
+        )

@@ -16,7 +16,7 @@ from configs.engine import SchedulerConfig
 from engine.draft import Draft, Work, prefill_budget
 from engine.errors import RequestRejected
 from engine.plan import Start, StepPlan, StepResult
-from engine.request import RequestKey, RequestState, TokenEvent
+from engine.request import RequestKey, RequestState, TokenEvent, by_order
 from engine.waiting import WaitingQueue, ttft_s
 from engine.wire import Finish, FinishReason, RejectCode
 
@@ -181,15 +181,19 @@ class Scheduler:
         num_blocks = self._blocks_for(request.num_planned_tokens + length)
         needed = num_blocks - len(table.block_ids)
         while needed > self.cache.num_available:
-            victim = max(self._running, key=_order)
-            assert victim.table is not None
-            if victim.table.in_flight:
-                victim.is_held_back = True
+            victim = max(self._running, key=by_order)
+            if not self._may_leave(victim):
                 return False
             self._preempt(victim, draft)
             if victim is request:
                 return False
         return True
+
+    def _may_leave(self, victim: RequestState) -> bool:
+        """Whether it can be preempted now; else it is, as soon as it can be, if need be."""
+        assert victim.table is not None
+        victim.is_held_back = victim.table.in_flight > 0
+        return not victim.is_held_back
 
     def _plan_waiting(self, draft: Draft) -> None:
         while draft.budget > 0 and draft.prefill_budget > 0:
@@ -205,14 +209,12 @@ class Scheduler:
         """Sends a running request back for a waiting one of a stronger class. False if there is
         none such, or it can only go later."""
         strongest = self._waiting.next(0)
-        victim = max(self._running, key=_order)
+        victim = max(self._running, key=by_order)
         if strongest is None or strongest.rank >= victim.rank:
             return False
         if victim.num_displaced >= _MAX_DISPLACED or victim.run_id in draft.starts:
             return False
-        assert victim.table is not None
-        if victim.table.in_flight:
-            victim.is_held_back = True
+        if not self._may_leave(victim):
             return False
         victim.num_displaced += 1
         self._preempt(victim, draft)
@@ -348,8 +350,7 @@ class Scheduler:
     def _preempt(self, request: RequestState, draft: Draft) -> None:
         """Back to the queue, to be computed again; its part of the draft is refunded."""
         assert request.run_id is not None
-        if (work := draft.work.pop(request.run_id, None)) is not None:
-            draft.give_back(work.slice)
+        draft.drop(request.run_id)
         self._leave_running(request)
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -435,7 +436,3 @@ class Scheduler:
             assert request.num_planned_tokens == request.num_computed_tokens + num_ahead
             assert request.num_unknown_tokens == sum(each.samples for each in ahead)
             assert len(request.table.block_ids) >= self._blocks_for(request.num_planned_tokens)
-
-
-def _order(request: RequestState) -> tuple[int, int, int]:
-    return request.order

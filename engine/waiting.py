@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 
 from configs.engine import SchedulerConfig
-from engine.request import RequestState
+from engine.request import RequestState, by_order
 from engine.wire import ServiceClass
 
 _TURNS = 4
@@ -35,13 +35,13 @@ class WaitingQueue:
         return iter(self._by_class)
 
     def add(self, request: RequestState) -> None:
-        insort(self._by_class, request, key=_class_order)
+        insort(self._by_class, request, key=by_order)
         insort(self._by_deadline, request, key=_deadline_order)
         self.num_tokens += request.num_tokens
 
     def remove(self, request: RequestState) -> None:
         """Its class, priority and deadline must be as they were when it was added."""
-        place = bisect_left(self._by_class, _class_order(request), key=_class_order)
+        place = bisect_left(self._by_class, request.order, key=by_order)
         assert self._by_class.pop(place) is request
         place = bisect_left(self._by_deadline, _deadline_order(request), key=_deadline_order)
         assert self._by_deadline.pop(place) is request
@@ -56,14 +56,10 @@ class WaitingQueue:
         return None
 
     def check_integrity(self) -> None:
-        assert self._by_class == sorted(self._by_class, key=_class_order)
+        assert self._by_class == sorted(self._by_class, key=by_order)
         assert self._by_deadline == sorted(self._by_class, key=_deadline_order)
         assert all(request.run_id is None for request in self)
         assert self.num_tokens == sum(request.num_tokens for request in self)
-
-
-def _class_order(request: RequestState) -> tuple[int, int, int]:
-    return request.order
 
 
 def _deadline_order(request: RequestState) -> tuple[int, float, int]:

@@ -17,7 +17,7 @@ from engine import wire
 from engine.plan import Sampled, StepPlan, StepResult
 from engine.request import RequestState
 from engine.scheduler import Scheduler
-from engine.wire import SamplingParams, TokenItem
+from engine.wire import SamplingParams
 
 _BLOCK = 16
 _VOCABULARY = 50_000
@@ -70,17 +70,7 @@ class _Planning:
         result = self._result(self._flying)
         began_s = time.perf_counter()
         events = self._scheduler.commit(result)
-        items = tuple(
-            TokenItem(
-                request_id=event.request.key[1],
-                attempt=0,
-                offset=event.offset,
-                token_ids=tuple(event.token_ids),
-                finish=event.finish,
-                cached_tokens=event.request.cached_tokens or 0,
-            )
-            for event in events
-        )
+        items = tuple(event.as_item() for event in events)
         wire.encode(wire.TokenBatch(result.step, self._count, items))
         self._scheduler.cache.drain_events()
         assert self._scheduler.tiers is not None

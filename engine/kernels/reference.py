@@ -175,3 +175,9 @@ def _softmax(
         return torch.softmax(scores, dim=-1)
     column = options.sinks.float().view(sink_shape).expand(*scores.shape[:-1], 1)
     return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1]
+
+
+def row_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of each row of `logits` ``[N, V]``, NaN if there is one, and its place."""
+    best, ids = logits.max(dim=-1)
+    return best, ids

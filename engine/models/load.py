@@ -10,35 +10,19 @@ from typing import Protocol
 
 import torch
 
-from engine.kernels.batch import AttentionBatch
 from engine.models.decoder_traits import NotFused
 from engine.models.fused_decoder import FusedDecoder
-from engine.models.kv_cache import KVCache
-from engine.models.traits import ModelTraits
+from engine.models.probe import PagedModel
 from engine.models.transformers_model import TransformersModel
 
 _log = logging.getLogger(__name__)
 
 
-class ServedModel(Protocol):
+class ServedModel(PagedModel, Protocol):
     """What an executor needs of a model."""
 
     @property
-    def traits(self) -> ModelTraits: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
     def weight_bytes(self) -> int: ...
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        batch: AttentionBatch,
-        rows: torch.Tensor,
-        cache: KVCache,
-    ) -> torch.Tensor: ...
 
     def row_max(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
 

@@ -24,11 +24,14 @@ _SHORT, _LONG = 5, 20
 _LONGEST_WINDOW_PROBED = 64
 
 
-class Probed(Protocol):
-    """What the probe needs of a model."""
+class PagedModel(Protocol):
+    """A model over our paged cache."""
 
-    traits: ModelTraits
-    device: torch.device
+    @property
+    def traits(self) -> ModelTraits: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
     def forward(
         self,
@@ -36,7 +39,13 @@ class Probed(Protocol):
         batch: AttentionBatch,
         rows: torch.Tensor,
         cache: KVCache,
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """See `TransformersModel.forward`."""
+        ...
+
+
+class Probed(PagedModel, Protocol):
+    """What the probe needs of one."""
 
     def forward_alone(self, token_ids: torch.Tensor) -> torch.Tensor: ...
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels.batch import AttentionBatch
-from engine.kernels.reference import AttentionOptions, paged_attention, write_kv
+from engine.kernels.reference import AttentionOptions, paged_attention, row_max, write_kv
 from engine.models.decoder_traits import DecoderTraits
 from engine.models.kv_cache import KVCache
 from engine.models.traits import ModelTraits
@@ -74,8 +74,7 @@ class ReferenceDecoder:
 
     def row_max(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The largest logit of each row and its place."""
-        best, ids = logits.max(dim=-1)
-        return best, ids
+        return row_max(logits)
 
     def _normed(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """`x` after the norm `name`, or as it is where the model has none, in the model's dtype."""

@@ -13,6 +13,7 @@ import torch
 
 from engine.errors import ModelRefused
 from engine.kernels.batch import AttentionBatch
+from engine.kernels.reference import row_max
 from engine.models.kv_cache import KVCache
 from engine.models.paged_hook import PagedAttentionHook
 from engine.models.probe import verify_model
@@ -84,8 +85,7 @@ class TransformersModel:
 
     def row_max(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The largest of each row of `forward`'s logits, and its place."""
-        best, ids = logits.max(dim=-1)
-        return best, ids
+        return row_max(logits)
 
     def forward_alone(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Logits ``[T, vocab_size]`` of one whole sequence by the model's own attention."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from engine.kernels.reference import row_max
 from engine.plan import Sampled
 from engine.sampling.noise import gumbel_noise, noise_key
 from engine.sampling.processors import apply_processors
@@ -32,15 +33,10 @@ RowMax = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Of ``[N, V]``: the largest value of each row, NaN if there is one, and its place."""
 
 
-def _row_max(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    best, ids = logits.max(dim=-1)
-    return best, ids
-
-
 class Sampler:
     """Draws for a batch of runs. Holds nothing but constants of the model."""
 
-    def __init__(self, eos_token_ids: Sequence[int], row_max: RowMax = _row_max) -> None:
+    def __init__(self, eos_token_ids: Sequence[int], row_max: RowMax = row_max) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
         self._row_max = row_max
 
