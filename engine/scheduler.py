@@ -197,20 +197,19 @@ class Scheduler:
 
     def _plan_waiting(self, draft: Draft) -> None:
         while draft.budget > 0 and draft.prefill_budget > 0:
-            request = self._waiting.next(self._num_started)
-            if request is None:
-                return
-            if len(self._running) >= self.config.max_num_seqs and not self._displace(draft):
+            is_full = len(self._running) >= self.config.max_num_seqs
+            # A place that is taken from somebody goes to the strongest, whoever's turn it is.
+            request = self._waiting.next(0 if is_full else self._num_started)
+            if request is None or (is_full and not self._displace(request, draft)):
                 return
             if not self._plan_start(request, draft):
                 return
 
-    def _displace(self, draft: Draft) -> bool:
+    def _displace(self, stronger: RequestState, draft: Draft) -> bool:
         """Sends a running request back for a waiting one of a stronger class. False if there is
-        none such, or it can only go later."""
-        strongest = self._waiting.next(0)
+        none weaker, or it can only go later."""
         victim = max(self._running, key=by_order)
-        if strongest is None or strongest.rank >= victim.rank:
+        if stronger.rank >= victim.rank:
             return False
         if victim.num_displaced >= _MAX_DISPLACED or victim.run_id in draft.starts:
             return False

@@ -70,6 +70,18 @@ def test_a_stronger_class_takes_the_place_of_a_weaker_one() -> None:
         assert rig.output[request.key] == reference_output([number + 1] * 5, params(12))
 
 
+def test_a_place_that_is_taken_goes_to_the_strongest_whoever_has_the_turn() -> None:
+    rig = Rig(64, max_num_seqs=1, batch_ttft_s=0.1)
+    for name, max_tokens in (("first", 1), ("second", 1), ("runs", 9)):
+        runs = rig.add(name, [1, 2, 3], params(max_tokens))
+        rig.step()
+    due = rig.add("due", [8] * 5, params(1), service_class=BATCH)
+    strong = rig.add("strong", [9] * 5, params(2), service_class=INTERACTIVE, now=1.0)
+    rig.step()
+    assert runs.num_displaced == 1
+    assert (len(rig.output[strong.key]), len(rig.output[due.key])) == (1, 0)
+
+
 def test_one_of_the_same_class_takes_nobodys_place() -> None:
     rig = Rig(64, max_num_seqs=1)
     first = rig.add("first", [1] * 5, params(9))
