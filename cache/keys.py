@@ -7,10 +7,11 @@ else KV depends on. Without the secret nobody can make two prefixes collide, or 
 it stands for.
 """
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from struct import Struct
+from typing import Any
 
 from cache.events import BlockKey
 
@@ -26,6 +27,13 @@ class KeyRoot:
     secret: bytes = field(repr=False)
     root: BlockKey
     block_size: int
+    _keyed: Any = field(init=False, repr=False, compare=False)
+    """A hash that has taken in the secret and nothing else: copied for each block."""
+    _pack: Any = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_keyed", blake2b(digest_size=KEY_BYTES, key=self.secret))
+        object.__setattr__(self, "_pack", Struct(f"<{self.block_size}i").pack)
 
     def keys(self, token_ids: Sequence[int]) -> list[BlockKey]:
         """Keys of all full blocks of `token_ids`, in one pass."""
@@ -33,14 +41,12 @@ class KeyRoot:
 
     def extend(self, parent: BlockKey, token_ids: Sequence[int]) -> list[BlockKey]:
         """Keys of the full blocks of `token_ids` that follow the block keyed `parent`."""
-        size = self.block_size
-        packed = array("i", token_ids[: len(token_ids) // size * size]).tobytes()
-        step = size * 4
+        size, pack, copy = self.block_size, self._pack, self._keyed.copy
         keys = []
-        for start in range(0, len(packed), step):
-            parent = blake2b(
-                parent + packed[start : start + step], digest_size=KEY_BYTES, key=self.secret
-            ).digest()
+        for start in range(0, len(token_ids) - size + 1, size):
+            hasher = copy()
+            hasher.update(parent + pack(*token_ids[start : start + size]))
+            parent = hasher.digest()
             keys.append(parent)
         return keys
 

@@ -21,6 +21,8 @@ from cache.siblings import TOKEN_BYTES, Packed, Siblings, pack
 from cache.wheel import EvictionWheel, Retention
 
 _NONE = -1
+_BLOCKS_PER_EVICTED = 512
+"""A pool gives up one block in so many at a time: a run of a chain costs little more than one."""
 
 
 @dataclass(slots=True)
@@ -77,6 +79,7 @@ class PrefixCache:
         self._key_of: list[BlockKey | None] = [None] * num_blocks
         self._parent = [_NONE] * num_blocks
         self._num_children = [0] * num_blocks
+        self._eviction_batch = max(1, num_blocks // _BLOCKS_PER_EVICTED)
         self._block_bytes = block_size * TOKEN_BYTES
         self._siblings = Siblings() if block_size else None
         # Of keyed blocks that are among the siblings: their tokens, and the root of a first one.
@@ -168,7 +171,8 @@ class PrefixCache:
         if count > self.num_available:
             return None
         if (missing := count - self.pool.num_free) > 0:
-            self._evict(missing)
+            num_idle = self.num_available - self.pool.num_free
+            self._evict(min(max(missing, self._eviction_batch), num_idle))
         fresh = self.pool.allocate(count)
         table.block_ids.extend(fresh)
         return fresh

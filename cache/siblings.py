@@ -6,10 +6,10 @@ found by one search. Few children lie in a sorted list, many in a skip list, whe
 moves no other. Pure.
 """
 
-from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from random import Random
+from struct import pack as pack_struct
 from typing import Any, TypeAlias
 
 Packed: TypeAlias = bytes
@@ -26,7 +26,7 @@ _SPARSENESS = 4
 
 
 def pack(token_ids: Sequence[int]) -> Packed:
-    return array("i", token_ids).tobytes()
+    return pack_struct(f"<{len(token_ids)}i", *token_ids)
 
 
 def common_run(one: Packed, other: Packed) -> int:

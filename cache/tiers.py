@@ -130,8 +130,8 @@ class LowerTiers:
         self._unsaved[id(slots)] = _Save(slots, root, first, table.block_ids[first:end])
 
     def plan_saves(self) -> list[tuple[int, int]]:
-        """Copies to make before anything else of the next plan: (block, slot). To be called before
-        any block is given out for that plan; `seal` it."""
+        """Copies to make before anything else of the next plan: (block, slot). To be called for
+        each plan, when all else of it is decided; `seal` it."""
         pairs: list[tuple[int, int]] = []
         for save in self._unsaved.values():
             room = self.host.num_available

@@ -80,6 +80,8 @@ def failure_of(error: Exception) -> Failure:
             logger.warning("engine lost: %s", error)
             text = "the engine of this model is not available; try again"
             return Failure(503, text, _SERVER, code="engine_unavailable")
+        case GenerationFailed(reason=FinishReason.QUEUE_TIMEOUT):
+            return Failure(503, str(error), _SERVER, code="queue_timeout")
         case GenerationFailed(reason=FinishReason.ABORT):
             return Failure(503, str(error), _SERVER, code="engine_unavailable")
         case GenerationFailed():

@@ -99,6 +99,11 @@ class SchedulerConfig(Section):
         gt=0,
         le=3600,
     )
+    queue_timeout_s: Annotated[Duration, Field(gt=0, le=86400)] | None = live(
+        None,
+        "Longest that a request may wait to begin, batch ones apart; then it ends with the reason "
+        "queue_timeout. None: for ever.",
+    )
     max_waiting: int = live(
         4096, "Requests that may wait; beyond it one is refused.", ge=1, le=1 << 20
     )

@@ -21,7 +21,7 @@ from engine.disk_io import DiskIO
 from engine.errors import RequestRejected
 from engine.load import LoadMeter
 from engine.plan import Executor, StepPlan
-from engine.request import RequestKey, RequestState, TokenEvent
+from engine.request import Output, RequestKey, RequestState
 from engine.scheduler import Scheduler
 from engine.stream import StreamLog, to_delta
 from engine.tier_driver import TierDriver, open_disk
@@ -75,11 +75,12 @@ class EngineCore:
         self._stream = StreamLog(self.incarnation, config.transport.replay_frames)
         self._compute = ComputeThread(executor, self._transport.wake)
         self._meter = LoadMeter()
-        self._owners: dict[RequestKey, Session] = {}
         self._plans: deque[StepPlan] = deque()
         """Submitted and not committed: the one that runs, and perhaps the next."""
         self._ahead_s = 0.0
         """When to plan the next one."""
+        self._plan_s = 0.0
+        """Spent on making plans and taking over results."""
         self._reported_s = 0.0
         self._reported_idle = False
         self._is_stopping = False
@@ -128,8 +129,9 @@ class EngineCore:
             "cached_blocks": len(cache),
             "evicted_blocks": cache.num_evicted,
             "holes": cache.num_holes,
-            "copied_tokens": scheduler.num_copied_tokens,
-            "preemptions": scheduler.num_preemptions,
+            **scheduler.counts.as_stats(),
+            "plan_s": self._plan_s,
+            "wait_s": self._meter.wait_s,
             "steps": self._meter.num_steps,
             "computed_tokens": self._meter.num_tokens,
             "busy_s": self._meter.busy_s,
@@ -182,15 +184,17 @@ class EngineCore:
         now = time.monotonic()
         for item in self._transport.receive(now, self._hello):
             self._handle(item)
-        events: list[TokenEvent] = []
+        outputs: list[Output] = []
         while (step := self._compute.take()) is not None:
-            events += self._commit(step)
+            outputs += self._commit(step)
         if self._lower is not None:
             self._lower.turn(now)
         self._plan(now)
+        if now >= self._report_due_s():
+            outputs += self._scheduler.expire(now)
         # Sent while the next step computes.
-        if events:
-            self._emit(events)
+        if outputs:
+            self._emit(outputs)
         self._publish(now)
         self._transport.flush()
 
@@ -206,7 +210,9 @@ class EngineCore:
     def _plan(self, now: float) -> None:
         """Gives the device the next step, and the one after it when the time has come."""
         while self._compute.num_open == 0 or self._may_plan_ahead(now):
-            plan = self._scheduler.schedule(self._meter.prefill_tokens_per_s)
+            began_s = time.perf_counter()
+            plan = self._scheduler.schedule(now, self._meter.prefill_tokens_per_s)
+            self._plan_s += time.perf_counter() - began_s
             if plan is None:
                 return
             self._plans.append(plan)
@@ -224,29 +230,30 @@ class EngineCore:
         usual_s = self._meter.usual_s(plan)
         self._ahead_s = began_s + max(0.0, usual_s * (1 - _PLAN_EARLY) - _PLAN_LEAD_S)
 
-    def _commit(self, step: Step) -> list[TokenEvent]:
+    def _commit(self, step: Step) -> list[Output]:
         assert self._plans.popleft() is step.plan
-        self._meter.add(step.plan, step.result, step.duration_s)
+        self._meter.add(step.plan, step.result, step.began_s, step.ended_s)
         if self._plans:
             self._await(self._plans[0], step.ended_s)
-        return self._scheduler.commit(step.result)
+        began_s = time.perf_counter()
+        outputs = self._scheduler.commit(step.result)
+        self._plan_s += time.perf_counter() - began_s
+        if not self._scheduler.requests:
+            self._meter.rest()
+        return outputs
 
-    def _emit(self, events: list[TokenEvent]) -> None:
+    def _emit(self, outputs: list[Output]) -> None:
         """One TokenBatch for each ingress that has output."""
-        batches: dict[Session, list[TokenItem]] = {}
-        for event in events:
-            request = event.request
-            session = self._owners.get(request.key)
-            if event.finish is not None:
-                self._owners.pop(request.key, None)
-                if event.finish.reason is FinishReason.ERROR:
-                    logger.error("request %s failed: %s", request.key[1], event.finish.message)
-            if session is None:
-                continue
-            batches.setdefault(session, []).append(event.as_item())
+        batches: dict[str, list[TokenItem]] = {}
+        for request, item in outputs:
+            if item.finish is not None and item.finish.reason is FinishReason.ERROR:
+                logger.error("request %s failed: %s", item.request_id, item.finish.message)
+            batches.setdefault(request.key[0], []).append(item)
         step = self._meter.num_steps
-        for session, items in batches.items():
-            self._transport.send(session, wire.TokenBatch(step, session.seen, tuple(items)))
+        for ingress_id, items in batches.items():
+            session = self._transport.sessions.get(ingress_id)
+            if session is not None:
+                self._transport.send(session, wire.TokenBatch(step, session.seen, tuple(items)))
 
     def _publish(self, now: float) -> None:
         cache_events = self._scheduler.cache.drain_events()
@@ -278,7 +285,7 @@ class EngineCore:
             decode_tokens_per_s=meter.decode_tokens_per_s,
             step_s=meter.last_step_s,
             step_age_s=self._compute.step_age_s(now),
-            preemptions=scheduler.num_preemptions,
+            preemptions=scheduler.counts.preempted,
             seen={s.ingress_id: s.seen for s in self._transport.sessions.values()},
         )
 
@@ -305,16 +312,16 @@ class EngineCore:
                 self._send_snapshot(session)
 
     def _on_closed(self, item: Closed) -> None:
-        keys = [key for key, session in self._owners.items() if session is item.session]
+        name = item.session.ingress_id
+        keys = [key for key in self._scheduler.requests if key[0] == name]
         for key in keys:
             self._abort(key)
-        name = item.session.ingress_id
         logger.info("ingress %s: %s; %d requests aborted", name, item.reason, len(keys))
 
     def _on_add(self, session: Session, message: wire.AddRequest) -> None:
         identity = message.request_id, message.attempt
         try:
-            events = self._add(session, message)
+            outputs = self._add(session, message)
         except RequestRejected as error:
             after_s = self._backlog_s() if error.code is RejectCode.OVERLOADED else 0.0
             self._transport.send(
@@ -326,14 +333,14 @@ class EngineCore:
             self._transport.send(session, wire.Rejected(*identity, RejectCode.INTERNAL, text))
         else:
             self._transport.send(session, wire.Accepted(*identity))
-            self._emit(events)
+            self._emit(outputs)
 
     def _backlog_s(self) -> float:
         """Until what waits has been computed, at the rate of late."""
         rate = self._meter.prefill_tokens_per_s
         return self._scheduler.num_uncomputed_tokens / rate if rate else 0.0
 
-    def _add(self, session: Session, message: wire.AddRequest) -> list[TokenEvent]:
+    def _add(self, session: Session, message: wire.AddRequest) -> list[Output]:
         if message.incarnation != self.incarnation:
             text = f"this engine is incarnation {self.incarnation}, not {message.incarnation}"
             raise RequestRejected(RejectCode.STALE_INCARNATION, text)
@@ -361,16 +368,13 @@ class EngineCore:
             retention=message.retention,
             pin_steps=self.config.cache.pin_steps,
         )
-        events = self._scheduler.add(request, time.monotonic())
-        self._owners[key] = session
-        return events
+        return self._scheduler.add(request, time.monotonic())
 
     def _abort(self, key: RequestKey, attempt: int | None = None) -> None:
         """Ends a request, unless it is a later attempt than the one meant. Idempotent."""
         request = self._scheduler.requests.get(key)
         if request is not None and (attempt is None or request.attempt <= attempt):
             self._scheduler.abort(key)
-            self._owners.pop(key, None)
 
     def _send_snapshot(self, session: Session) -> None:
         # One at a time for each ingress: a repeated wish does not start it anew.

@@ -28,6 +28,16 @@ class Work(msgspec.Struct, eq=False, gc=False):
     """Those of the host tier that its first blocks are loaded from."""
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """What a plan does, from when it is made until its result is committed."""
+
+    work: tuple[Work, ...]
+    decodes: tuple[RequestState, ...]
+    tables: tuple[RequestBlocks, ...]
+    """Of the work, then of the decodes."""
+
+
 @dataclass(slots=True)
 class Draft:
     """What the next step will do, so far."""
@@ -36,12 +46,26 @@ class Draft:
     """Tokens that it may still compute."""
     prefill_budget: int
     """Of them, those of prompts."""
+    long_budget: int
+    """Of those, the ones of long prompts."""
     saves: list[tuple[int, int]] = field(default_factory=list)
     loads: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     starts: dict[int, Start] = field(default_factory=dict)
-    """By run id, as is the work."""
+    """By run id, as are the next two."""
     work: dict[int, Work] = field(default_factory=dict)
+    decodes: dict[int, RequestState] = field(default_factory=dict)
+    """Those that compute one token and draw the next."""
+    new_blocks: dict[int, int] = field(default_factory=dict)
+    """Of the decodes, the block that one's table has grown by."""
+
+    def decode(self, request: RequestState) -> None:
+        """The last token of a request that runs, whose table has room for it."""
+        assert request.run_id is not None
+        self.decodes[request.run_id] = request
+        self.budget -= 1
+        request.num_planned_tokens += 1
+        request.num_unknown_tokens += 1
 
     def add(
         self, request: RequestState, table: RequestBlocks, length: int, fresh: tuple[int, ...]
@@ -60,7 +84,10 @@ class Draft:
 
     def drop(self, run_id: int) -> None:
         """Takes a run's slice out again, if it has one."""
-        if (work := self.work.pop(run_id, None)) is not None:
+        if self.decodes.pop(run_id, None) is not None:
+            self.new_blocks.pop(run_id, None)
+            self.budget += 1
+        elif (work := self.work.pop(run_id, None)) is not None:
             self._spend(work.slice, -work.slice.length)
 
     def _spend(self, planned: Slice, num_tokens: int) -> None:
@@ -70,7 +97,13 @@ class Draft:
 
     @property
     def is_empty(self) -> bool:
-        return not self.work and not self.saves
+        return not self.work and not self.decodes and not self.saves
+
+    def as_flight(self) -> Flight:
+        work, decodes = tuple(self.work.values()), tuple(self.decodes.values())
+        tables = [item.table for item in work]
+        tables += [request.table for request in decodes if request.table is not None]
+        return Flight(work, decodes, tuple(tables))
 
     def as_plan(self, step: int, ended: tuple[int, ...]) -> StepPlan:
         return StepPlan(
@@ -80,7 +113,9 @@ class Draft:
             loads=tuple(self.loads),
             copies=tuple(self.copies),
             starts=tuple(self.starts.values()),
-            slices=tuple(item.slice for item in self.work.values()),
+            slices=tuple([item.slice for item in self.work.values()]),
+            decodes=tuple(self.decodes),
+            new_blocks=tuple(self.new_blocks.items()),
         )
 
 
@@ -90,10 +125,9 @@ def prefill_budget(
     """Prompt tokens of a step: all that fit, unless an interactive request waits for its next token
     beside them; then what is computed in that one's target, at the rate of late (0: not known)."""
     budget = config.max_num_batched_tokens
-    waits = any(
+    if not tokens_per_s or not any(
         request.service_class is ServiceClass.INTERACTIVE and request.num_output_tokens
         for request in running
-    )
-    if not waits or not tokens_per_s:
+    ):
         return budget
     return min(budget, max(_MIN_PREFILL, int(config.interactive_tpot_s * tokens_per_s)))

@@ -36,9 +36,12 @@ class LoadMeter:
         self.num_tokens = 0
         """Computed, of prompts and output alike."""
         self.busy_s = 0.0
+        self.wait_s = 0.0
+        """That the device stood still between two steps although there was work."""
         self.num_prefill_tokens = 0
         self.num_decode_tokens = 0
         self.last_step_s = 0.0
+        self._ended_s: float | None = None
         self._prefill = _Rate()
         self._decode = _Rate()
         self._usual_s: dict[int, float] = {}
@@ -56,15 +59,23 @@ class LoadMeter:
     def decode_tokens_per_s(self) -> float:
         return self._decode.per_s
 
-    def add(self, plan: StepPlan, result: StepResult, step_s: float) -> None:
+    def rest(self) -> None:
+        """There is nothing to do until a request comes."""
+        self._ended_s = None
+
+    def add(self, plan: StepPlan, result: StepResult, began_s: float, ended_s: float) -> None:
         """Counts a slice of one sampling token as decode, any other as prefill."""
-        num_decode = sum(item.is_decode for item in plan.slices)
-        num_prefill = plan.num_tokens - num_decode
+        step_s = ended_s - began_s
+        if self._ended_s is not None:
+            self.wait_s += max(0.0, began_s - self._ended_s)
+        self._ended_s = ended_s
+        num_tokens, num_decode = plan.num_tokens, plan.num_decodes
+        num_prefill = num_tokens - num_decode
         self.num_steps += 1
-        self.num_tokens += plan.num_tokens
+        self.num_tokens += num_tokens
         self.busy_s += step_s
         self.last_step_s = step_s
-        magnitude = plan.num_tokens.bit_length()
+        magnitude = num_tokens.bit_length()
         usual_s = self._usual_s.get(magnitude, step_s)
         self._usual_s[magnitude] = usual_s + _WEIGHT * (step_s - usual_s)
         self.num_prefill_tokens += num_prefill

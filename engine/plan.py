@@ -48,8 +48,8 @@ class Slice(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Executed in this order: `ended`, `saves`, `loads`, `copies`, `starts`, `slices`. A plan may
-    have nothing to compute, only saves."""
+    """Executed in this order: `ended`, `saves`, `loads`, `copies`, `starts`, then `slices` and
+    `decodes` as one batch. A plan may have nothing to compute, only saves."""
 
     step: int
     ended: tuple[int, ...]
@@ -62,10 +62,20 @@ class StepPlan:
     """Block copies from the device to the host tier, (block, slot)."""
     loads: tuple[tuple[int, int], ...] = ()
     """And back, (slot, block)."""
+    decodes: tuple[int, ...] = ()
+    """Runs that compute their last token and draw the next one: most of what there is to do, so
+    each takes a number and no `Slice`."""
+    new_blocks: tuple[tuple[int, int], ...] = ()
+    """(run, block), appended to block tables of `decodes` before the step."""
 
     @property
     def num_tokens(self) -> int:
-        return sum(item.length for item in self.slices)
+        return sum(item.length for item in self.slices) + len(self.decodes)
+
+    @property
+    def num_decodes(self) -> int:
+        """Of its tokens, those that are computed to draw the next one."""
+        return sum(item.is_decode for item in self.slices) + len(self.decodes)
 
 
 class Sampled(msgspec.Struct, frozen=True, gc=False):

@@ -5,6 +5,7 @@ executor is lost, and for no other reason. stdout carries one JSON object a line
 while it loads, then `{"endpoint": address}`, or `{"error": text}`.
 """
 
+import gc
 import json
 import logging
 import os
@@ -35,7 +36,11 @@ def load_executor(config: EngineConfig, progress: Callable[[str], None]) -> Exec
 
 def build_core(config: EngineConfig, progress: Callable[[str], None]) -> EngineCore:
     """Loads the executor and binds the sockets; `progress` is told of each phase as it begins."""
-    return EngineCore(config, load_executor(config, progress))
+    core = EngineCore(config, load_executor(config, progress))
+    # A collection need not walk what stays for ever: it would stand between two steps.
+    gc.collect()
+    gc.freeze()
+    return core
 
 
 def main() -> int:

@@ -5,10 +5,7 @@ Invariant: `token_ids` is prompt and output, in order; `num_computed_tokens` of 
 is planned and not committed runs ahead of both: `num_planned_tokens`, `num_unknown_tokens`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import msgspec
 
 from cache.events import BlockKey
 from cache.keys import KeyRoot
@@ -47,6 +44,8 @@ class RequestState:
     service_class: ServiceClass = ServiceClass.STANDARD
     ticket: int = 0
     """Order of arrival; kept over preemption."""
+    arrived_s: float = 0.0
+    """When it was added."""
     deadline_s: float = 0.0
     """When its first token is due."""
     num_displaced: int = 0
@@ -68,6 +67,8 @@ class RequestState:
     cached_tokens: int | None = None
     """Prompt tokens found in the cache when it first started; None before."""
     num_preemptions: int = 0
+    num_lost_tokens: int = 0
+    """That were computed when it was preempted last."""
     expected_cached_tokens: int = 0
     """While it waits: what the cache held of it when it came. For load reports."""
     max_num_tokens: int = field(init=False)
@@ -124,23 +125,17 @@ def by_order(request: RequestState) -> tuple[int, int, int]:
     return request.order
 
 
-class TokenEvent(msgspec.Struct, frozen=True, gc=False):
-    """New output of one request, its end, or both."""
+Output = tuple[RequestState, TokenItem]
+"""What a request has to tell: new tokens, its end, or both."""
 
-    request: RequestState
-    offset: int
-    token_ids: Sequence[int] = ()
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    finish: Finish | None = None
 
-    def as_item(self) -> TokenItem:
-        """For the ingress that the request came from."""
-        return TokenItem(
-            request_id=self.request.key[1],
-            attempt=self.request.attempt,
-            offset=self.offset,
-            token_ids=tuple(self.token_ids),
-            finish=self.finish,
-            cached_tokens=self.request.cached_tokens or 0,
-            logprobs=self.logprobs,
-        )
+def output_of(
+    request: RequestState,
+    offset: int,
+    token_ids: tuple[int, ...] = (),
+    logprobs: tuple[TokenLogprobs, ...] | None = None,
+    finish: Finish | None = None,
+) -> Output:
+    cached = request.cached_tokens or 0
+    item = TokenItem(request.key[1], request.attempt, offset, token_ids, finish, cached, logprobs)
+    return request, item

@@ -10,18 +10,27 @@ A request in a plan that is not committed keeps its blocks whatever happens to i
 which is where it is needed. What the second computes for a request that has ended is dropped.
 """
 
+from collections import Counter
+from itertools import compress
+from operator import not_
+
 from cache.prefix import PrefixCache, RequestBlocks
 from cache.tiers import LowerTiers
 from configs.engine import SchedulerConfig
-from engine.draft import Draft, Work, prefill_budget
+from engine.counts import SchedulerCounts
+from engine.draft import Draft, Flight, prefill_budget
 from engine.errors import RequestRejected
 from engine.plan import Start, StepPlan, StepResult
-from engine.request import RequestKey, RequestState, TokenEvent, by_order
+from engine.request import Output, RequestKey, RequestState, by_order, output_of
+from engine.request_cache import RequestCache
 from engine.waiting import WaitingQueue, ttft_s
-from engine.wire import Finish, FinishReason, RejectCode
+from engine.wire import Finish, FinishReason, RejectCode, TokenItem
 
 _MAX_IN_FLIGHT = 2
 """Plans that one request may be in: the one that runs, and the next."""
+_BLOCKS_PUBLISHED_AT_ONCE = 4
+"""Of what a request decodes, as long as it runs: three calls in four are spared. Nobody asks for
+the end of an answer before it is there."""
 _MAX_DISPLACED = 3
 """Times that one request makes room: a flood of the strong must not undo the same work for ever."""
 
@@ -43,15 +52,13 @@ class Scheduler:
         self.cache = cache
         self.tiers = tiers
         self.block_size = block_size
-        self.reuse = reuse
         self.requests: dict[RequestKey, RequestState] = {}
-        self.num_preemptions = 0
-        self.num_copied_tokens = 0
-        """Found in a part of another request's block, and copied."""
+        self.counts = SchedulerCounts()
+        self._found = RequestCache(cache, block_size, reuse, tiers)
         self._running: list[RequestState] = []
         self._waiting = WaitingQueue()
         self._ended: list[int] = []
-        self._in_flight: dict[int, list[Work]] = {}
+        self._in_flight: dict[int, Flight] = {}
         self._step = 0
         self._next_run = 0
         self._num_started = 0
@@ -75,7 +82,7 @@ class Scheduler:
 
     # ------------------------------------------------------------ mutators
 
-    def add(self, request: RequestState, now: float = 0.0) -> list[TokenEvent]:
+    def add(self, request: RequestState, now: float = 0.0) -> list[Output]:
         """Takes a request that fits the pool (`engine.admission` sees to it), at the time `now` in
         seconds. Returns its end if its output is already complete. Raises `RequestRejected` when
         the queue is full."""
@@ -84,9 +91,10 @@ class Scheduler:
                 RejectCode.STALE_ATTEMPT, f"request {request.key[1]!r} is already here"
             )
         if (reason := request.finish_reason()) is not None:
-            return [TokenEvent(request, request.num_output_tokens, finish=Finish(reason))]
-        self._check_room(request)
+            return [output_of(request, request.num_output_tokens, finish=Finish(reason))]
+        self._waiting.check_room(request, self.config)
         request.ticket = self._next_ticket
+        request.arrived_s = now
         request.deadline_s = now + ttft_s(self.config, request.service_class)
         self._next_ticket += 1
         self.requests[request.key] = request
@@ -100,55 +108,63 @@ class Scheduler:
             self._end(request)
         return request
 
-    def schedule(self, prefill_tokens_per_s: float = 0.0) -> StepPlan | None:
+    def expire(self, now: float) -> list[Output]:
+        """Ends those that have not begun and have waited for longer than they may."""
+        limit_s = self.config.queue_timeout_s
+        if limit_s is None:
+            return []
+        text = f"it has waited for a place for {limit_s:g} s, the longest allowed"
+        finish = Finish(FinishReason.QUEUE_TIMEOUT, text)
+        late = self._waiting.late(now - limit_s)
+        for request in late:
+            self._end(request)
+        self.counts.timed_out += len(late)
+        return [output_of(each, each.num_output_tokens, finish=finish) for each in late]
+
+    def schedule(self, now: float = 0.0, prefill_tokens_per_s: float = 0.0) -> StepPlan | None:
         """The next step, or None when there is nothing to compute. The rate is that of late; 0:
         not known."""
         budget = self.config.max_num_batched_tokens
-        draft = Draft(budget, prefill_budget(self.config, self._running, prefill_tokens_per_s))
-        self.cache.advance(self._step)
-        if self.tiers is not None:
-            # First, while no block of theirs can have been given up.
-            self.tiers.host.advance(self._step)
-            draft.saves = self.tiers.plan_saves()
+        for_prompts = prefill_budget(self.config, self._running, prefill_tokens_per_s)
+        draft = Draft(budget, for_prompts, for_prompts)
+        self._found.advance(self._step)
         if not self._plan_running(draft):
-            self._plan_waiting(draft)
+            self._plan_waiting(draft, now)
+        if self.tiers is not None:
+            # Last, so that it has what those leave who were preempted; an executor does them first.
+            draft.saves = self.tiers.plan_saves()
         if draft.is_empty:
             return None
         self._step += 1
-        work = list(draft.work.values())
-        self.cache.enter_plan(*[item.table for item in work])
+        flight = self._in_flight[self._step] = draft.as_flight()
+        self.cache.enter_plan(*flight.tables)
         if self.tiers is not None:
             self.tiers.seal(self._step)
-        self._in_flight[self._step] = work
         ended, self._ended = tuple(self._ended), []
         return draft.as_plan(self._step, ended)
 
-    def commit(self, result: StepResult) -> list[TokenEvent]:
+    def commit(self, result: StepResult) -> list[Output]:
         """Takes over what a step computed, and gives its blocks free."""
-        events: list[TokenEvent] = []
-        work = self._in_flight.pop(result.step)
-        for item in work:
-            if item.request.run_id == item.slice.run_id:
-                try:
-                    event = self._commit_slice(item, result)
-                except Exception as error:
-                    # One request's fault ends that request; the others' results still count.
-                    event = self._fail(item.request, f"internal error: {error!r}")
-                if event is not None:
-                    events.append(event)
-        self.cache.leave_plan(*[item.table for item in work])
+        flight, take = self._in_flight.pop(result.step), self._take_over
+        outputs = [
+            take(item.request, item.slice.length, item.slice.samples, result)
+            for item in flight.work
+        ]
+        outputs += [take(request, 1, True, result) for request in flight.decodes]
+        self.cache.leave_plan(*flight.tables)
         if self.tiers is not None:
-            loaded = [item.slots for item in work if item.slots is not None]
+            loaded = [item.slots for item in flight.work if item.slots is not None]
             self.tiers.host.leave_plan(*loaded)
             self.tiers.commit(result.step)
-        return events
+        return [output for output in outputs if output is not None]
 
     # ------------------------------------------------------------ planning
 
     def _plan_running(self, draft: Draft) -> bool:
         """Returns whether anything had to be preempted."""
-        before, size = self.num_preemptions, self.block_size
+        before, size = self.counts.preempted, self.block_size
         most_in_flight = _MAX_IN_FLIGHT if self.config.overlap else 1
+        prompts: list[RequestState] = []
         for request in list(self._running):
             table = request.table
             if table is None:  # Preempted a moment ago.
@@ -163,15 +179,43 @@ class Scheduler:
             ):
                 continue
             start = request.num_planned_tokens
-            if num_known - start == 1 and start < len(table.block_ids) * size:
-                # Most of what there is to plan: one more token, in a block that it has.
-                if draft.budget:
-                    draft.add(request, table, 1, ())
+            if num_known - start == 1:
+                has_room = start < len(table.block_ids) * size
+                if draft.budget and (has_room or self._add_block(request, table, draft)):
+                    draft.decode(request)
+            elif num_known > start:
+                prompts.append(request)
+        self._plan_prompts(prompts, draft)
+        return self.counts.preempted > before
+
+    def _plan_prompts(self, requests: list[RequestState], draft: Draft) -> None:
+        """The short ones first: of what is there for prompts, as much as half is theirs, also of
+        those that have yet to start. So a short one waits for those before it, and for no long one;
+        and the long ones have the other half at least."""
+        longest = self.config.long_prefill_threshold
+        is_long = [request.num_unplanned_tokens > longest for request in requests]
+        short = list(compress(requests, map(not_, is_long)))
+        num_tokens = min(draft.prefill_budget, draft.budget)
+        wanted = sum(request.num_unplanned_tokens for request in short)
+        if len(self._running) < self.config.max_num_seqs:
+            wanted += self._waiting.num_short_tokens(longest)
+        draft.long_budget = num_tokens - min(wanted, num_tokens // 2)
+        for request in (*short, *compress(requests, is_long)):
+            if request.table is None:  # Preempted a moment ago.
                 continue
             length = self._length(request, draft)
             if length > 0 and self._make_room(request, length, draft):
                 self._plan_slice(request, length, draft)
-        return self.num_preemptions > before
+
+    def _add_block(self, request: RequestState, table: RequestBlocks, draft: Draft) -> bool:
+        """One more block for a decode. False if it cannot have one now."""
+        if not self.cache.num_available and not self._make_room(request, 1, draft):
+            return False
+        fresh = self.cache.grow(table, len(table.block_ids) + 1)
+        assert fresh is not None
+        assert request.run_id is not None
+        draft.new_blocks[request.run_id] = fresh[0]
+        return True
 
     def _make_room(self, request: RequestState, length: int, draft: Draft) -> bool:
         """Preempts until `length` more tokens fit. False if it was itself the one to go, or if
@@ -195,15 +239,21 @@ class Scheduler:
         victim.is_held_back = victim.table.in_flight > 0
         return not victim.is_held_back
 
-    def _plan_waiting(self, draft: Draft) -> None:
+    def _plan_waiting(self, draft: Draft, now: float) -> None:
         while draft.budget > 0 and draft.prefill_budget > 0:
             is_full = len(self._running) >= self.config.max_num_seqs
             # A place that is taken from somebody goes to the strongest, whoever's turn it is.
-            request = self._waiting.next(0 if is_full else self._num_started)
+            longest = None if draft.long_budget > 0 else self.config.long_prefill_threshold
+            request = self._waiting.next(0 if is_full else self._num_started, longest)
             if request is None or (is_full and not self._displace(request, draft)):
                 return
+            is_new = request.cached_tokens is None
             if not self._plan_start(request, draft):
                 return
+            if is_new:
+                self.counts.note_start(request.service_class, now - request.arrived_s)
+            else:
+                self.counts.note_return(request.num_lost_tokens, request.num_computed_tokens)
 
     def _displace(self, stronger: RequestState, draft: Draft) -> bool:
         """Sends a running request back for a waiting one of a stronger class. False if there is
@@ -216,75 +266,34 @@ class Scheduler:
         if not self._may_leave(victim):
             return False
         victim.num_displaced += 1
+        self.counts.displaced += 1
         self._preempt(victim, draft)
         return True
 
     def _plan_start(self, request: RequestState, draft: Draft) -> bool:
         """Plans a waiting request's first slice. False if there is no room for it now."""
-        table, slots = self._find_prefix(request)
-        num_blocks = len(table.block_ids)
-        num_found = max(num_blocks, len(slots.block_ids) if slots is not None else 0)
-        # What comes from the host has no block yet whose children could be lent.
-        source, run = self._find_part(request, table) if num_found == num_blocks else (-1, 0)
-        request.num_planned_tokens = num_found * self.block_size + run
+        found = self._found.find(request)
+        table, start = found.table, found.num_blocks * self.block_size + found.num_copied
+        request.num_planned_tokens = start
         length = self._length(request, draft)
-        needed = self._blocks_for(request.num_planned_tokens + length) - num_blocks
-        if needed > self.cache.num_available:
+        first = len(table.block_ids)
+        needed = self._blocks_for(start + length) - first
+        if length <= 0 or needed > self.cache.num_available:
             request.num_planned_tokens = 0
-            self._release(table, slots)
+            self._found.release(table, found.slots)
             return False
         self._waiting.remove(request)
         self._start(request, table, draft)
-        request.slots, request.promotion = slots, None
-        request.num_computed_tokens = request.num_planned_tokens
+        request.slots, request.promotion = found.slots, None
+        request.num_computed_tokens = start
         fresh = self._plan_slice(request, length, draft)
-        if run:
-            draft.copies.append((source, fresh[0]))
-            self.num_copied_tokens += run
-        if num_found > num_blocks:
-            self._plan_loads(request, num_blocks, draft)
+        if found.num_copied:
+            draft.copies.append((found.source, fresh[0]))
+            self.counts.copied_tokens += found.num_copied
+        if found.num_loaded and found.slots is not None and request.run_id is not None:
+            draft.loads += self._found.load(table, found.slots, first)
+            draft.work[request.run_id].slots = found.slots
         return True
-
-    def _plan_loads(self, request: RequestState, first: int, draft: Draft) -> None:
-        """Fills the request's blocks from number `first` on with what its slots hold."""
-        assert request.run_id is not None
-        assert request.table is not None
-        assert request.slots is not None
-        assert self.tiers is not None
-        slots, blocks = request.slots.block_ids, request.table.block_ids
-        draft.loads += zip(slots[first:], blocks[first : len(slots)], strict=True)
-        draft.work[request.run_id].slots = request.slots
-        self.tiers.host.grow(request.slots, len(slots))  # by nothing: counts as a use
-        self.tiers.host.enter_plan(request.slots)
-        self.tiers.counts.loaded += len(slots) - first
-
-    def _find_prefix(self, request: RequestState) -> tuple[RequestBlocks, RequestBlocks | None]:
-        """Tables that begin with what the device, and what the host tier has of the request."""
-        slots = RequestBlocks() if self.tiers is not None else None
-        if not self.reuse:
-            return RequestBlocks(), slots
-        # At least one token must be computed, or there is nothing to sample from.
-        limit = (request.num_tokens - 1) // self.block_size
-        table = self.cache.start(request.block_keys, limit)
-        if self.tiers is not None:
-            slots = self.tiers.host.start(request.block_keys, limit)
-        for each in (table, slots):
-            if each is not None:
-                each.retention, each.ttl = request.retention, request.pin_steps
-        return table, slots
-
-    def _release(self, table: RequestBlocks, slots: RequestBlocks | None) -> None:
-        self.cache.release(table)
-        if slots is not None and self.tiers is not None:
-            self.tiers.host.release(slots)
-
-    def _find_part(self, request: RequestState, table: RequestBlocks) -> tuple[int, int]:
-        """A block whose beginning is that of the first one not found, and the tokens of it."""
-        if not self.reuse:
-            return -1, 0
-        start = len(table.block_ids) * self.block_size
-        end = min(start + self.block_size, request.num_tokens - 1)
-        return self.cache.borrow(table, request.root.root, request.token_ids[start:end])
 
     def _start(self, request: RequestState, table: RequestBlocks, draft: Draft) -> None:
         self._next_run += 1
@@ -308,6 +317,8 @@ class Scheduler:
         assert table is not None
         fresh = self.cache.grow(table, self._blocks_for(request.num_planned_tokens + length))
         assert fresh is not None
+        if request.num_unplanned_tokens > self.config.long_prefill_threshold:
+            draft.long_budget -= length
         draft.add(request, table, length, tuple(fresh))
         return fresh
 
@@ -315,33 +326,15 @@ class Scheduler:
         pending = request.num_unplanned_tokens
         if pending == 1:
             return min(1, draft.budget)
-        limit = self.config.long_prefill_threshold
-        return max(0, min(pending, limit, draft.budget, draft.prefill_budget))
+        longest = self.config.long_prefill_threshold
+        most = min(pending, longest, draft.budget, draft.prefill_budget)
+        return max(0, min(most, draft.long_budget) if pending > longest else most)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _check_room(self, request: RequestState) -> None:
-        """Raises `RequestRejected` when the queue is full."""
-        config, num_waiting = self.config, len(self._waiting)
-        if num_waiting >= config.max_waiting:
-            text = f"{num_waiting} requests are waiting, the most allowed"
-            raise RequestRejected(RejectCode.OVERLOADED, text)
-        num_tokens = self._waiting.num_tokens + request.num_tokens
-        if num_waiting and num_tokens > config.max_waiting_tokens:
-            text = f"{num_tokens} tokens would be waiting; {config.max_waiting_tokens} may"
-            raise RequestRejected(RejectCode.OVERLOADED, text)
-
     def _wait(self, request: RequestState) -> None:
-        if self.reuse:
-            request.extend_keys(request.num_tokens // self.block_size)
-            num_found = self.cache.match(request.block_keys)
-            if self.tiers is not None:
-                limit = (request.num_tokens - 1) // self.block_size
-                keys, root = request.block_keys, request.root.root
-                request.promotion = self.tiers.promote(keys, root, num_found, limit)
-                num_found = max(num_found, self.tiers.host.match(keys))
-            request.expected_cached_tokens = num_found * self.block_size
+        self._found.expect(request)
         self._waiting.add(request)
 
     # ------------------------------------------------------------ leaving
@@ -350,9 +343,10 @@ class Scheduler:
         """Back to the queue, to be computed again; its part of the draft is refunded."""
         assert request.run_id is not None
         draft.drop(request.run_id)
+        request.num_lost_tokens = request.num_computed_tokens
         self._leave_running(request)
         request.num_preemptions += 1
-        self.num_preemptions += 1
+        self.counts.preempted += 1
         self._wait(request)
 
     def _leave_running(self, request: RequestState) -> None:
@@ -360,7 +354,8 @@ class Scheduler:
         assert request.table is not None
         self._running.remove(request)
         self._ended.append(request.run_id)
-        self._release(request.table, request.slots)
+        self._found.publish(request, request.table, at_least=1)
+        self._found.release(request.table, request.slots)
         request.run_id = None
         request.table = request.slots = None
         request.num_computed_tokens = 0
@@ -373,43 +368,53 @@ class Scheduler:
         else:
             self._waiting.remove(request)
 
-    def _commit_slice(self, item: Work, result: StepResult) -> TokenEvent | None:
-        request, planned = item.request, item.slice
-        run_id = planned.run_id
-        if result.failures and run_id in result.failures:
-            return self._fail(request, result.failures[run_id])
-        request.num_computed_tokens += planned.length
-        if self.reuse:
+    def _take_over(
+        self, request: RequestState, length: int, samples: bool, result: StepResult
+    ) -> Output | None:
+        """What a step did for a request: `length` tokens, and a draw if it `samples`."""
+        run_id, table = request.run_id, request.table
+        if run_id is None or table is None:
+            return None  # Nobody in flight is preempted, so it has ended.
+        try:
+            if result.failures and run_id in result.failures:
+                return self._fail(request, result.failures[run_id])
+            request.num_computed_tokens += length
             num_full = request.num_computed_tokens // self.block_size
-            if num_full > item.table.num_published:
-                self._publish(request, item.table, num_full)
-        if not planned.samples:
-            return None
-        request.num_unknown_tokens -= 1
-        sampled = result.sampled[run_id]
-        token_ids = request.token_ids
-        offset = len(token_ids) - request.num_prompt_tokens
-        token_ids += sampled.token_ids
-        finish = None
-        if len(token_ids) >= request.max_num_tokens or token_ids[-1] in request.end_token_ids:
-            reason = request.finish_reason()
-            if reason is not None:
-                self._end(request)
-                finish = Finish(reason)
-        return TokenEvent(request, offset, sampled.token_ids, sampled.logprobs, finish)
+            least = _BLOCKS_PUBLISHED_AT_ONCE if length == 1 else 1
+            if num_full - table.num_published >= least:
+                self._found.publish(request, table, least)
+            if not samples:
+                return None
+            request.num_unknown_tokens -= 1
+            sampled = result.sampled[run_id]
+            token_ids = request.token_ids
+            offset = len(token_ids) - request.num_prompt_tokens
+            token_ids += sampled.token_ids
+            finish = None
+            if len(token_ids) >= request.max_num_tokens or token_ids[-1] in request.end_token_ids:
+                reason = request.finish_reason()
+                if reason is not None:
+                    self._end(request)
+                    finish = Finish(reason)
+            cached = request.cached_tokens or 0
+            return request, TokenItem(
+                request.key[1],
+                request.attempt,
+                offset,
+                sampled.token_ids,
+                finish,
+                cached,
+                sampled.logprobs,
+            )
+        except Exception as error:
+            # One request's fault ends that request; the others' results still count.
+            return self._fail(request, f"internal error: {error!r}")
 
-    def _publish(self, request: RequestState, table: RequestBlocks, num_full: int) -> None:
-        request.extend_keys(num_full)
-        root = request.root.root
-        self.cache.publish(table, root, num_full, request.token_ids)
-        if self.tiers is not None and request.slots is not None:
-            self.tiers.published(table, request.slots, root)
-
-    def _fail(self, request: RequestState, reason: str) -> TokenEvent:
+    def _fail(self, request: RequestState, reason: str) -> Output:
         if request.key in self.requests:
             self._end(request)
         finish = Finish(FinishReason.ERROR, reason)
-        return TokenEvent(request, request.num_output_tokens, finish=finish)
+        return output_of(request, request.num_output_tokens, finish=finish)
 
     # ------------------------------------------------------------ checking
 
@@ -420,8 +425,11 @@ class Scheduler:
         listed = {request.key for request in (*self._waiting, *self._running)}
         assert listed == set(self.requests), "a request is lost"
         assert len(listed) == len(self._waiting) + len(self._running), "a request is listed twice"
-        work = [item for items in self._in_flight.values() for item in items]
-        tables = [request.table for request in self._running] + [item.table for item in work]
+        flights = self._in_flight.values()
+        work = [item for flight in flights for item in flight.work]
+        decodes = Counter(id(request) for flight in flights for request in flight.decodes)
+        tables = [request.table for request in self._running]
+        tables += [table for flight in flights for table in flight.tables]
         slots = [request.slots for request in self._running] + [item.slots for item in work]
         if self.tiers is not None:
             self.tiers.check_integrity()
@@ -431,7 +439,8 @@ class Scheduler:
             assert request.table is not None
             assert request.num_computed_tokens < request.num_tokens
             ahead = [item.slice for item in work if item.slice.run_id == request.run_id]
-            num_ahead = sum(each.length for each in ahead)
+            num_ahead = sum(each.length for each in ahead) + decodes[id(request)]
+            num_unknown = sum(each.samples for each in ahead) + decodes[id(request)]
             assert request.num_planned_tokens == request.num_computed_tokens + num_ahead
-            assert request.num_unknown_tokens == sum(each.samples for each in ahead)
+            assert request.num_unknown_tokens == num_unknown
             assert len(request.table.block_ids) >= self._blocks_for(request.num_planned_tokens)

@@ -10,13 +10,17 @@ of others: none starves.
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from itertools import islice
 
 from configs.engine import SchedulerConfig
+from engine.errors import RequestRejected
 from engine.request import RequestState, by_order
-from engine.wire import ServiceClass
+from engine.wire import RejectCode, ServiceClass
 
 _TURNS = 4
 """Starts, of which one goes by deadline."""
+_MOST_SEEN = 256
+"""Of those that wait, looked at for one step: a plan's cost does not rise with the queue."""
 
 
 class WaitingQueue:
@@ -47,19 +51,51 @@ class WaitingQueue:
         assert self._by_deadline.pop(place) is request
         self.num_tokens -= request.num_tokens
 
-    def next(self, turn: int) -> RequestState | None:
-        """Who starts as the `turn`-th; those whose blocks are on their way let others go first."""
+    def next(self, turn: int, longest: int | None = None) -> RequestState | None:
+        """Who starts as the `turn`-th, if it has no more than `longest` tokens to compute; those
+        whose blocks are on their way let others go first."""
         by_deadline = turn % _TURNS == _TURNS - 1
-        for request in self._by_deadline if by_deadline else self._by_class:
-            if request.promotion is None or request.promotion.is_over:
+        for request in islice(self._by_deadline if by_deadline else self._by_class, _MOST_SEEN):
+            if request.promotion is not None and not request.promotion.is_over:
+                continue
+            if longest is None or _num_uncomputed(request) <= longest:
                 return request
         return None
+
+    def num_short_tokens(self, longest: int) -> int:
+        """To compute, of the first requests that have no more than `longest` each."""
+        counts = map(_num_uncomputed, islice(self._by_class, _MOST_SEEN))
+        return sum(count for count in counts if count <= longest)
+
+    def late(self, arrived_s: float) -> list[RequestState]:
+        """Those that came before then and have not begun; batch work may wait for ever."""
+        return [
+            request
+            for request in self._by_class
+            if request.arrived_s < arrived_s
+            and request.cached_tokens is None
+            and request.service_class is not ServiceClass.BATCH
+        ]
+
+    def check_room(self, request: RequestState, config: SchedulerConfig) -> None:
+        """Raises `RequestRejected` when the queue is full."""
+        if len(self) >= config.max_waiting:
+            text = f"{len(self)} requests are waiting, the most allowed"
+            raise RequestRejected(RejectCode.OVERLOADED, text)
+        num_tokens = self.num_tokens + request.num_tokens
+        if len(self) and num_tokens > config.max_waiting_tokens:
+            text = f"{num_tokens} tokens would be waiting; {config.max_waiting_tokens} may"
+            raise RequestRejected(RejectCode.OVERLOADED, text)
 
     def check_integrity(self) -> None:
         assert self._by_class == sorted(self._by_class, key=by_order)
         assert self._by_deadline == sorted(self._by_class, key=_deadline_order)
         assert all(request.run_id is None for request in self)
         assert self.num_tokens == sum(request.num_tokens for request in self)
+
+
+def _num_uncomputed(request: RequestState) -> int:
+    return request.num_tokens - request.expected_cached_tokens
 
 
 def _deadline_order(request: RequestState) -> tuple[int, float, int]:

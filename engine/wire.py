@@ -19,7 +19,7 @@ from msgspec import Meta
 from cache.events import Tier
 from cache.wheel import Retention
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 TokenIds: TypeAlias = tuple[TokenId, ...]
@@ -68,6 +68,8 @@ class FinishReason(StrEnum):
     """An end token, or one of `stop_token_ids`."""
     LENGTH = "length"
     ABORT = "abort"
+    QUEUE_TIMEOUT = "queue_timeout"
+    """It had not begun when it had waited for as long as it may."""
     ERROR = "error"
 
 

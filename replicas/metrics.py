@@ -28,15 +28,43 @@ CACHE_STATS = {
     "disk_corrupt": "Files on disk that were not what was stored, and are deleted.",
     "disk_failed": "Errors of the disk's file system.",
 }
-"""Of `EngineCore.stats`."""
+SCHEDULER_STATS = {
+    "waiting": "Requests that wait.",
+    "steps": "Steps since the engine started, as are all totals here.",
+    "computed_tokens": "Tokens computed: over steps, the size of a batch.",
+    "step_s": "Seconds of the last step.",
+    "step_age_s": "Seconds since the running step began.",
+    "busy_s": "Seconds that the device computed: over time, its utilisation.",
+    "wait_s": "Seconds that it stood still between two steps although there was work.",
+    "plan_s": "Seconds spent on making plans and taking over results: over steps, what one takes.",
+    "preemptions": "Times that a running request went back to the queue.",
+    "displaced": "Of them, to make room for a stronger class.",
+    "restored_tokens": "Of preempted requests, found in the cache when they came back.",
+    "recomputed_tokens": "Of preempted requests, computed once more.",
+    "queue_timeouts": "Requests that waited longer than they may.",
+    **{
+        f"{name}_{service_class}": f"{text}, class {service_class}."
+        for service_class in ("interactive", "standard", "batch")
+        for name, text in (
+            ("started", "Requests that have begun"),
+            ("queued_s", "Seconds that those have waited before"),
+        )
+    },
+}
+"""Of `EngineCore.stats`, as are the others."""
+_STATS = {
+    **{f"cache_{name}": (name, text) for name, text in CACHE_STATS.items()},
+    **{f"scheduler_{name}": (name, text) for name, text in SCHEDULER_STATS.items()},
+}
+"""By the name of the metric: of the figure, and what it is."""
 
 
 class EngineGauges:
-    """The signals of one engine, and what its cache counts."""
+    """The signals of one engine, and what its cache and its scheduler count."""
 
     def __init__(self, model: str, replica_id: str) -> None:
         tags = {"model": model, "engine": replica_id}
-        described = SIGNALS | {f"cache_{name}": text for name, text in CACHE_STATS.items()}
+        described = SIGNALS | {metric: text for metric, (_, text) in _STATS.items()}
         self._gauges = {
             name: Gauge(f"shoal_replica_{name}", description=text, tag_keys=tuple(tags))
             for name, text in described.items()
@@ -46,7 +74,8 @@ class EngineGauges:
 
     def set(self, signals: Mapping[str, float], stats: Mapping[str, float]) -> None:
         """Of `LoadWindow.signals`, and of `EngineCore.stats`; what is not there is zero."""
-        shown = {**signals, **{f"cache_{name}": stats.get(name, 0.0) for name in CACHE_STATS}}
+        counted = {metric: stats.get(name, 0.0) for metric, (name, _) in _STATS.items()}
+        shown = {**signals, **counted}
         for name, gauge in self._gauges.items():
             with contextlib.suppress(Exception):
                 gauge.set(shown[name])

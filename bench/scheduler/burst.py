@@ -91,13 +91,13 @@ def _run(num_batch: int, has_classes: bool) -> _Outcome:
             add("interactive", count, _INTERACTIVE_TOKENS, _INTERACTIVE_OUTPUT)
             count += 1
             next_s += rng.expovariate(_INTERACTIVE_PER_S)
-        plan = scheduler.schedule(rate)
+        plan = scheduler.schedule(clock.now_s, rate)
         assert plan is not None
-        for event in scheduler.commit(executor.execute(plan)):
-            key = event.request.key
+        for request, item in scheduler.commit(executor.execute(plan)):
+            key = request.key
             if key in arrived_s:
                 outcome.ttft_s.append(clock.now_s - arrived_s.pop(key))
-            left -= event.finish is not None and key[0] == "batch"
+            left -= item.finish is not None and key[0] == "batch"
         scheduler.cache.drain_events()
     outcome.batch_s = clock.now_s
     return outcome

@@ -6,9 +6,11 @@ time for a step run alone over the wall time of an overlapped one.
 """
 
 import asyncio
+import os
 import statistics
 import time
 from itertools import pairwise
+from pathlib import Path
 
 from configs.engine import CacheConfig, EngineConfig, SchedulerConfig, SimulationConfig
 from engine.attempt import EngineRequest
@@ -17,6 +19,7 @@ from engine.launcher import LocalEngine
 from engine.wire import SamplingParams
 
 _ROUNDS = 5
+_IDLE_S = 10.0
 
 
 def measure_overlap(gil_share: float) -> dict[str, float]:
@@ -42,7 +45,28 @@ def measure_model() -> dict[str, float]:
         "utilisation_pct": 100 * apart.compute_s / beside.step_s,
         "utilisation_pct_synchronous": 100 * apart.compute_s / apart.step_s,
         "itl_p99_over_p50": beside.itl_p99_over_p50,
+        "idle_cpu_pct": _idle_cpu_pct(config),
     }
+
+
+def _idle_cpu_pct(config: EngineConfig) -> float:
+    """Of a core, by an engine with an ingress and nothing to do."""
+
+    async def rest(engine: LocalEngine) -> float:
+        async with await EngineClient.connect(engine.endpoint) as client:
+            await _streams(client, 1, 8, 0)
+            before_s = _cpu_s(engine.pid)
+            await asyncio.sleep(_IDLE_S)
+            return _cpu_s(engine.pid) - before_s
+
+    with LocalEngine.start(config) as engine:
+        return 100 * asyncio.run(rest(engine)) / _IDLE_S
+
+
+def _cpu_s(pid: int) -> float:
+    """User and system time of a process (proc_pid_stat(5), fields 14 and 15)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class _Run:

@@ -24,6 +24,7 @@ _VOCABULARY = 50_000
 _SEED = 7
 _PROMPT_TOKENS = 32, 96
 _OUTPUT_TOKENS = 40, 400
+_PREFILL_TOKENS_PER_S = 2000.0
 
 
 def measure_planning(num_running: int, num_steps: int) -> dict[str, float]:
@@ -62,15 +63,15 @@ class _Planning:
         while len(self._scheduler.requests) < self._num_running:
             self._add()
         began_s = time.perf_counter()
-        plan = self._scheduler.schedule()
+        plan = self._scheduler.schedule(float(self._count), _PREFILL_TOKENS_PER_S)
         planned_s = time.perf_counter() - began_s
         if self._flying is None:
             self._flying = plan
             return planned_s
         result = self._result(self._flying)
         began_s = time.perf_counter()
-        events = self._scheduler.commit(result)
-        items = tuple(event.as_item() for event in events)
+        outputs = self._scheduler.commit(result)
+        items = tuple([item for _, item in outputs])
         wire.encode(wire.TokenBatch(result.step, self._count, items))
         self._scheduler.cache.drain_events()
         assert self._scheduler.tiers is not None
@@ -97,5 +98,6 @@ class _Planning:
 
     def _result(self, plan: StepPlan) -> StepResult:
         draw = self._rng.randrange
-        sampled = {s.run_id: Sampled((draw(_VOCABULARY),)) for s in plan.slices if s.samples}
+        run_ids = [item.run_id for item in plan.slices if item.samples]
+        sampled = {run: Sampled((draw(_VOCABULARY),)) for run in (*run_ids, *plan.decodes)}
         return StepResult(plan.step, sampled)

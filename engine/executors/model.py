@@ -128,7 +128,10 @@ class ModelExecutor:
 
         failures: dict[int, str] = {}
         healthy: list[Slice] = []
-        for item in plan.slices:
+        for run_id, block_id in plan.new_blocks:
+            self._runs[run_id].blocks.extend((block_id,))
+        decodes = [self._next_slice(run_id) for run_id in plan.decodes]
+        for item in (*plan.slices, *decodes):
             run = self._runs[item.run_id]
             run.blocks.extend(item.new_block_ids)
             if run.failure is None:
@@ -165,6 +168,9 @@ class ModelExecutor:
             # On an accelerator an index out of range would take the whole device down.
             run.failure = f"token id {largest} is not in the vocabulary of {self._info.vocab_size}"
         return run
+
+    def _next_slice(self, run_id: int) -> Slice:
+        return Slice(run_id, len(self._runs[run_id].sampling.token_ids) - 1, 1, (), True)
 
     def _compute_or_isolate(self, slices: Sequence[Slice]) -> dict[int, Sampled | str]:
         """Computes all slices at once; if that fails, one at a time, so that the run at fault fails

@@ -118,14 +118,17 @@ class SimulatedExecutor:
             self._runs[start.run_id] = _Run(
                 list(start.token_ids), list(start.block_ids), start.sampling
             )
-        sampled = {}
-        for item in plan.slices:
+        sampled, context = {}, 0
+        for run_id, block_id in plan.new_blocks:
+            self._runs[run_id].block_ids.append(block_id)
+        for item in (*plan.slices, *map(self._next_slice, plan.decodes)):
+            context += item.start + item.length
             token_id = self._compute(item)
             if token_id is not None:
                 asked = self._runs[item.run_id].sampling.logprobs
                 logprobs = None if asked is None else (self._logprobs(token_id, asked),)
                 sampled[item.run_id] = Sampled((token_id,), logprobs)
-        cost_s = self._cost_s(plan)
+        cost_s = self._cost_s(plan, context)
         if cost_s > 0:
             _hold_gil(cost_s * self._config.gil_share)
             self._sleep(cost_s * (1 - self._config.gil_share))
@@ -146,10 +149,12 @@ class SimulatedExecutor:
             -1.0 - token_id % 97 / 8, tuple((other, -0.5 - rank) for rank, other in enumerate(top))
         )
 
-    def _cost_s(self, plan: StepPlan) -> float:
-        context = sum(item.start + item.length for item in plan.slices)
+    def _cost_s(self, plan: StepPlan, context: int) -> float:
         model = self._config
         return model.step_s + model.token_s * plan.num_tokens + model.context_token_s * context
+
+    def _next_slice(self, run_id: int) -> Slice:
+        return Slice(run_id, len(self._runs[run_id].token_ids) - 1, 1, (), True)
 
     def _compute(self, item: Slice) -> int | None:
         run = self._runs[item.run_id]

@@ -330,6 +330,23 @@ def test_a_stop_string_ends_the_request_in_the_engine(slow: Served) -> None:
     slow.wait_idle(1.0)
 
 
+def test_who_waits_too_long_for_a_place_is_told_so_by_code(model_folder: Path) -> None:
+    config = simulated(step_s=0.02)
+    scheduler = SchedulerConfig(max_num_seqs=1, queue_timeout_s=0.3)
+    config = EngineConfig.model_validate(config.model_dump() | {"scheduler": scheduler})
+    with serve_ingress(config, model_folder) as served:
+        url = f"{served.url}/v1/chat/completions"
+        body = {"model": MODEL_NAME, "messages": _HELLO, "stream": True}
+        with httpx.stream("POST", url, json=body):
+            served.wait_running(1)
+            with httpx.stream("POST", url, json=body) as reply:
+                (line,) = [line for line in reply.iter_lines() if line.startswith("data:")]
+            error = json.loads(line.removeprefix("data:"))["error"]
+            assert error["code"] == "queue_timeout"
+            assert "0.3 s" in error["message"]
+            assert served.load()["running"] == 1, "the other one goes on"
+
+
 def test_a_full_queue_is_a_503_with_retry_after(model_folder: Path) -> None:
     config = simulated(step_s=0.02)
     config = EngineConfig.model_validate(

@@ -20,7 +20,7 @@ from configs.engine import (
 from engine.core import EngineCore
 from engine.executors.simulated import SimulatedExecutor, draw, next_history
 from engine.plan import Executor, StepPlan
-from engine.request import RequestKey, RequestState, TokenEvent
+from engine.request import Output, RequestKey, RequestState
 from engine.scheduler import Scheduler
 from engine.wire import FinishReason, SamplingParams, ServiceClass
 
@@ -42,6 +42,11 @@ def reference_output(
         if output[-1] == 0 and len(output) >= sampling.min_tokens:
             break
     return output
+
+
+def lengths(plan: StepPlan) -> list[int]:
+    """Tokens that each run computes: decodes first, though a plan has no order of its own."""
+    return [1] * len(plan.decodes) + [item.length for item in plan.slices]
 
 
 class Rig:
@@ -118,14 +123,14 @@ class Rig:
             self.take(self.scheduler.commit(self.executor.execute(plan)))
         return plan
 
-    def take(self, events: list[TokenEvent]) -> None:
-        for event in events:
-            output = self.output[event.request.key]
-            assert event.offset == len(output), "a hole or a repetition in the stream"
-            output.extend(event.token_ids)
-            if event.finish is not None:
-                assert event.request.key not in self.finished
-                self.finished[event.request.key] = event.finish.reason
+    def take(self, outputs: list[Output]) -> None:
+        for request, item in outputs:
+            output = self.output[request.key]
+            assert item.offset == len(output), "a hole or a repetition in the stream"
+            output.extend(item.token_ids)
+            if item.finish is not None:
+                assert request.key not in self.finished
+                self.finished[request.key] = item.finish.reason
 
     def drain(self) -> None:
         """Until nothing is left to do, on the disk neither."""

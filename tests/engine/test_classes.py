@@ -3,8 +3,8 @@
 import pytest
 
 from engine.request import RequestState
-from engine.wire import SamplingParams, ServiceClass
-from tests.engine.rig import Rig, reference_output
+from engine.wire import FinishReason, SamplingParams, ServiceClass
+from tests.engine.rig import Rig, lengths, reference_output
 
 INTERACTIVE, STANDARD, BATCH = ServiceClass
 
@@ -113,4 +113,43 @@ def test_prompts_get_no_more_of_a_step_than_an_interactive_stream_bears(
     rig.add("long", list(range(1, 50)) * 3, params(1), service_class=BATCH)
     plan = rig.scheduler.schedule(prefill_tokens_per_s=100.0)
     assert plan is not None
-    assert [item.length for item in plan.slices] == [1, chunk]
+    assert lengths(plan) == [1, chunk]
+
+
+def test_who_has_waited_too_long_is_told_so_unless_it_is_batch_work_or_has_begun() -> None:
+    rig = Rig(64, max_num_seqs=1, queue_timeout_s=5.0)
+    runs = rig.add("runs", [1], params(3), service_class=STANDARD, now=0.0)
+    rig.step()
+    for name, service_class, now in (
+        ("late", STANDARD, 1.0),
+        ("batch", BATCH, 1.0),
+        ("in time", INTERACTIVE, 4.0),
+    ):
+        rig.add(name, [2], params(1), service_class=service_class, now=now)
+    rig.scheduler.abort(runs.key)
+    preempted = rig.add("preempted", [3] * 5, params(3), service_class=STANDARD, now=0.0)
+    preempted.cached_tokens = 0  # As one that has run.
+    assert rig.scheduler.expire(now=5.9) == []
+    (output,) = rig.scheduler.expire(now=6.1)
+    request, item = output
+    assert request.key[1] == "late"
+    assert item.finish is not None
+    assert item.finish.reason is FinishReason.QUEUE_TIMEOUT
+    assert "for 5 s" in item.finish.message
+    assert rig.scheduler.counts.timed_out == 1
+    rig.scheduler.check_integrity()
+    rig.drain()
+    assert [len(rig.output["ingress", name]) for name in ("late", "batch", "in time")] == [0, 1, 1]
+
+
+def test_the_time_in_the_queue_is_counted_once_by_class() -> None:
+    rig = Rig(64, max_num_seqs=1)
+    rig.add("first", [1], params(1), service_class=BATCH, now=10.0)
+    rig.add("second", [2], params(1), service_class=BATCH, now=11.0)
+    for now in (12.0, 15.0):
+        plan = rig.scheduler.schedule(now)
+        assert plan is not None
+        rig.take(rig.scheduler.commit(rig.executor.execute(plan)))
+    counts = rig.scheduler.counts
+    assert (counts.started[BATCH], counts.queued_s[BATCH]) == (2, 6.0)
+    assert (counts.started[INTERACTIVE], counts.queued_s[INTERACTIVE]) == (0, 0.0)

@@ -126,7 +126,16 @@ def run_preempted(subject: Subject, sampling: Sequence[SamplingParams]) -> list[
     rig = Rig(SMALL_POOL, executor=subject.executor, max_num_batched_tokens=200)
     add_all(rig, subject, sampling)
     rig.drain()
-    assert rig.scheduler.num_preemptions >= 3
+    assert rig.scheduler.counts.preempted >= 3
+    return outputs(rig)
+
+
+def run_overlapped(subject: Subject, sampling: Sequence[SamplingParams]) -> list[list[int]]:
+    """Each step planned before the tokens of the one before it are known, in too small a pool."""
+    rig = Rig(SMALL_POOL, executor=subject.executor, overlap=True, max_num_batched_tokens=200)
+    add_all(rig, subject, sampling)
+    rig.drain_overlapped()
+    assert rig.scheduler.counts.preempted >= 2
     return outputs(rig)
 
 
@@ -159,7 +168,7 @@ def run_borrowed(subject: Subject, sampling: Sequence[SamplingParams]) -> list[l
         rig.drain()
         rig.add(str(number), prompt, sampling[number])
         rig.drain()
-    assert rig.scheduler.num_copied_tokens > 3 * len(LENGTHS)
+    assert rig.scheduler.counts.copied_tokens > 3 * len(LENGTHS)
     return outputs(rig)
 
 
@@ -183,7 +192,7 @@ def run_through_host(subject: Subject, sampling: Sequence[SamplingParams]) -> li
             str(number), subject.prompts[number % len(LENGTHS)], sampling[number % len(LENGTHS)]
         )
     rig.drain()
-    assert rig.scheduler.num_preemptions >= 3
+    assert rig.scheduler.counts.preempted >= 3
     assert rig.tiers is not None
     assert rig.tiers.counts.loaded > 100
     for number in range(64):
@@ -215,6 +224,7 @@ WAYS = [
     run_together,
     run_chunked,
     run_preempted,
+    run_overlapped,
     run_cached,
     run_borrowed,
     run_through_host,
@@ -240,6 +250,28 @@ SAMPLED = [
 def seeded(number: int) -> SamplingParams:
     fields = {**to_dict(SAMPLED[number % 4]), "seed": number // 2, "choice": number % 2}
     return SamplingParams(**fields, max_tokens=NUM_OUTPUT)  # type: ignore[arg-type]
+
+
+def test_a_cache_hit_changes_no_logprob(subject: Subject) -> None:
+    """The same prompt cold, after an unrelated one, and from the cache, in chunks."""
+    rig = Rig(NUM_BLOCKS, executor=subject.executor, long_prefill_threshold=70)
+    params = SamplingParams(max_tokens=4, logprobs=3)
+    prompt, other = subject.prompts[-2], subject.prompts[-3]
+    runs = []
+    for name, token_ids in (("cold", prompt), ("unrelated", other), ("hit", prompt)):
+        request = rig.add(name, token_ids, params)
+        logprobs: list[float] = []
+        while (plan := rig.scheduler.schedule()) is not None:
+            results = rig.scheduler.commit(rig.executor.execute(plan))
+            rig.take(results)
+            for _, item in results:
+                assert item.logprobs is not None
+                logprobs += [value for each in item.logprobs for _, value in each.top]
+        runs.append((rig.output[request.key], request.cached_tokens or 0, logprobs))
+    cold, _, hit = runs
+    assert (cold[1], hit[1]) == (0, (len(prompt) - 1) // 16 * 16 + (len(prompt) - 1) % 16)
+    assert cold[0] == hit[0]
+    assert hit[2] == pytest.approx(cold[2], abs=2e-4)
 
 
 def to_dict(params: SamplingParams) -> dict[str, object]:

@@ -143,7 +143,8 @@ def test_one_runs_fault_ends_that_request_alone() -> None:
     class Faulty(SimulatedExecutor):
         def execute(self, plan: StepPlan) -> StepResult:
             result = super().execute(plan)
-            bad = [s.run_id for s in plan.slices if self._runs[s.run_id].sampling.seed == 13]
+            run_ids = [*(item.run_id for item in plan.slices), *plan.decodes]
+            bad = [run for run in run_ids if self._runs[run].sampling.seed == 13]
             sampled = {run: item for run, item in result.sampled.items() if run not in bad}
             return StepResult(plan.step, sampled, dict.fromkeys(bad, "unlucky"))
 

@@ -1,6 +1,7 @@
 """The scheduler: examples of each rule, then a state machine against the simulated executor."""
 
 from array import array
+from itertools import pairwise
 from typing import ClassVar
 
 import pytest
@@ -15,7 +16,7 @@ from engine.errors import RequestRejected
 from engine.plan import StepPlan, StepResult
 from engine.request import RequestKey
 from engine.wire import FinishReason, RejectCode, SamplingParams, ServiceClass
-from tests.engine.rig import Rig, reference_output
+from tests.engine.rig import Rig, lengths, reference_output
 
 
 def sampling(max_tokens: int, seed: int = 0) -> SamplingParams:
@@ -26,12 +27,12 @@ def test_a_long_prompt_is_computed_in_chunks_and_decodes_go_on_beside_it() -> No
     rig = Rig(64, max_num_batched_tokens=10, long_prefill_threshold=8)
     rig.add("short", [1, 2, 3], sampling(6))
     rig.add("long", list(range(1, 31)), sampling(2))
-    lengths = []
+    steps = []
     while (plan := rig.step()) is not None:
-        lengths.append([item.length for item in plan.slices])
-    assert lengths[0] == [3, 7]
-    assert lengths[1] == [1, 8]
-    assert all(sum(step) <= 10 for step in lengths)
+        steps.append(lengths(plan))
+    assert steps[0] == [3, 7]
+    assert steps[1] == [1, 8]
+    assert all(sum(step) <= 10 for step in steps)
     assert rig.output["ingress", "long"] == reference_output(range(1, 31), sampling(2))
 
 
@@ -69,7 +70,7 @@ def test_the_beginning_of_a_block_is_copied_from_its_nearest_sibling() -> None:
     assert request.cached_tokens == 6
     expected = reference_output([1, 2, 3, 4, 5, 6, 7, 8, 9], sampling(3))
     assert rig.output["ingress", "new"] == expected
-    assert rig.scheduler.num_copied_tokens == 3
+    assert rig.scheduler.counts.copied_tokens == 3
 
 
 def test_another_domain_lends_nothing() -> None:
@@ -124,7 +125,7 @@ def test_the_newest_is_preempted_and_comes_back_to_the_same_output() -> None:
     for name, prompt in prompts.items():
         rig.add(name, prompt, sampling(12))
     rig.drain()
-    assert rig.scheduler.num_preemptions > 0
+    assert rig.scheduler.counts.preempted > 0
     assert rig.scheduler.requests == {}
     for name, prompt in prompts.items():
         assert rig.output["ingress", name] == reference_output(prompt, sampling(12))
@@ -146,17 +147,18 @@ def test_a_victim_planned_in_the_same_step_gives_its_budget_back() -> None:
     rig.step()
     high = rig.add("high", list(range(11, 25)), sampling(9))
     rig.step()
-    third = rig.add("third", [30], sampling(2))
+    third = rig.add("third", [30] * 6, sampling(2))
     rig.step()
     assert rig.cache.num_available == 0
     # 'low' decodes within its last block and is planned first; 'high' then needs one more block
     # and takes all the rest of the budget; 'third' can only run on what 'low' gives back.
-    rig.scheduler.config = SchedulerConfig(max_num_batched_tokens=4)
+    rig.scheduler.config = SchedulerConfig(max_num_batched_tokens=5)
     plan = rig.step()
     assert plan is not None
     assert low.run_id is None
-    assert [(item.run_id, item.length) for item in plan.slices] == [(high.run_id, 3), (3, 1)]
-    assert len(rig.output[third.key]) == 2
+    assert plan.decodes == ()
+    assert [(item.run_id, item.length) for item in plan.slices] == [(high.run_id, 4), (3, 1)]
+    assert third.num_computed_tokens == 5
     rig.drain()
     assert rig.output[low.key] == reference_output(range(1, 11), sampling(9))
 
@@ -218,7 +220,37 @@ def test_a_step_is_planned_while_the_one_before_it_runs() -> None:
     rig.take(rig.scheduler.commit(rig.executor.execute(plans[0])))
     ahead = rig.scheduler.schedule()
     assert ahead is not None
-    assert (ahead.slices[0].start, ahead.slices[0].samples) == (13, True), "a token not drawn yet"
+    assert len(ahead.decodes) == 1, "of a token not drawn yet"
+
+
+def test_a_short_prompt_waits_for_no_long_one() -> None:
+    """Four long ones would fill every step for a long time; the short one is done in the next."""
+    rig = Rig(400, max_num_batched_tokens=32, long_prefill_threshold=16)
+    for number in range(4):
+        rig.add(f"long {number}", [number + 1] * 200, sampling(1))
+    rig.step()
+    rig.step()
+    short = rig.add("short", [9] * 14, sampling(1))
+    rig.step()
+    assert len(rig.output[short.key]) == 1
+
+
+def test_each_step_has_half_for_the_short_ones_in_order_and_half_for_the_long_ones() -> None:
+    rig = Rig(400, max_num_batched_tokens=32, long_prefill_threshold=16)
+    long = [rig.add(f"long {number}", [number + 1] * 300, sampling(1)) for number in range(3)]
+    rig.step()
+    computed, done = [], []
+    for number in range(20):
+        rig.add(f"short {number}", [number + 5] * 12, sampling(1))
+    for _ in range(14):
+        rig.step()
+        rig.scheduler.check_integrity()
+        computed.append(sum(request.num_computed_tokens for request in long))
+        done.append(sum(len(rig.output["ingress", f"short {n}"]) for n in range(20)))
+    assert all(after - before == 16 for before, after in pairwise(computed)), "half a step"
+    assert done == [16 * step // 12 for step in range(1, 15)], "and the other half"
+    rig.drain()
+    assert rig.finished.keys() == rig.output.keys()
 
 
 def test_overlap_changes_no_token_and_takes_no_more_steps() -> None:
@@ -262,7 +294,7 @@ def test_a_victim_that_is_always_in_flight_is_held_back_until_it_can_go() -> Non
     while new.num_preemptions == 0:
         assert running is not None
         ahead = rig.scheduler.schedule()
-        waited = waited + 1 if ahead is None or len(ahead.slices) < 2 else 0
+        waited = waited + 1 if ahead is None or len(lengths(ahead)) < 2 else 0
         rig.take(rig.scheduler.commit(rig.executor.execute(running)))
         running = ahead or rig.scheduler.schedule()
         assert waited < 4, "the old one starves"
@@ -335,16 +367,17 @@ class EngineMachine(RuleBasedStateMachine):
     def plan(self) -> None:
         if len(self.flying) < 3 and (plan := self.rig.scheduler.schedule()) is not None:
             self.flying.append(plan)
-            work = self.rig.scheduler._in_flight[plan.step]
-            self.blocks[plan.step] = {block for item in work for block in item.table.block_ids}
+            tables = self.rig.scheduler._in_flight[plan.step].tables
+            self.blocks[plan.step] = {block for table in tables for block in table.block_ids}
 
     @precondition(lambda self: self.flying)
     @rule(data=st.data(), fails=st.booleans())
     def commit(self, data: st.DataObject, fails: bool) -> None:
         plan = self.flying.pop(0)
         result = self.rig.executor.execute(plan)
-        if fails and plan.slices and data.draw(st.integers(0, 3)) == 0:
-            victim = data.draw(st.sampled_from(plan.slices)).run_id
+        run_ids = [*(item.run_id for item in plan.slices), *plan.decodes]
+        if fails and run_ids and data.draw(st.integers(0, 3)) == 0:
+            victim = data.draw(st.sampled_from(run_ids))
             sampled = {run: item for run, item in result.sampled.items() if run != victim}
             result = StepResult(plan.step, sampled, failures={victim: "made to fail"})
         self.rig.take(self.rig.scheduler.commit(result))

@@ -86,6 +86,25 @@ def test_requests_that_hold_the_whole_host_keep_no_other_from_being_computed() -
     assert tiers_of(rig).counts.unsaved > 0
 
 
+def test_a_preempted_request_comes_back_from_the_host_and_computes_less_than_a_block() -> None:
+    rig = Rig(8, num_slots=32, max_num_seqs=2)
+    params = sampling(24)
+    for name in ("old", "new"):
+        rig.add(name, [len(name), *PROMPT[: 2 * len(name)], ord(name[0])], params)
+    loaded = []
+    while (plan := rig.step()) is not None:
+        loaded.append(len(plan.loads))
+        rig.scheduler.check_integrity()
+    counts = rig.scheduler.counts
+    assert counts.preempted > 0
+    assert sum(loaded) >= 3, "blocks"
+    assert counts.recomputed_tokens < BLOCK * counts.preempted
+    assert counts.restored_tokens > counts.recomputed_tokens
+    for name in ("old", "new"):
+        prompt = [len(name), *PROMPT[: 2 * len(name)], ord(name[0])]
+        assert rig.output["ingress", name] == reference_output(prompt, params)
+
+
 def test_events_say_what_the_host_holds() -> None:
     rig = Rig(4, num_slots=4)
     for number in range(4):
