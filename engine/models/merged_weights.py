@@ -5,15 +5,13 @@ Invariant: every tensor of the checkpoint has a place, of its shape, and every p
 stay available as views of them.
 """
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from engine.models.checkpoint import CheckpointUnreadable, Shape, open_safetensors, read_shapes
 from engine.models.decoder_traits import DecoderTraits, NotFused
 from engine.models.traits import ModelTraits
 
@@ -67,18 +65,13 @@ def read_weights(
     device: torch.device,
     progress: Callable[[str], None] = lambda message: None,
 ) -> MergedWeights:
-    """Reads all safetensors files in `folder`. Raises `NotFused` for a tensor without a place, or a
-    place without a tensor."""
-    files = _checkpoint_files(folder)
-    present = {name for names in files.values() for name in names}
-    places = _places(traits, decoder, present, device)
-    unknown = sorted(present - places.views.keys())
-    # A tied checkpoint may carry its head twice.
-    tied = {"lm_head.weight"} if decoder.tied_embeddings else set()
-    if unknown := [name for name in unknown if name not in tied and not name.endswith(_COMPUTED)]:
-        raise NotFused(f"the checkpoint has {len(unknown)} tensors it does not know: {unknown[0]}")
-    if missing := sorted(places.views.keys() - present):
-        raise NotFused(f"the checkpoint lacks {len(missing)} tensors, among them {missing[0]}")
+    """Reads all safetensors files in `folder`. Raises `NotFused` for a tensor without a place of
+    its shape, or a place without a tensor."""
+    try:
+        files = read_shapes(folder)
+    except CheckpointUnreadable as error:
+        raise NotFused(str(error)) from error
+    places = _fitting_places(traits, decoder, files, device)
     for number, (path, names) in enumerate(files.items(), start=1):
         if len(files) > 1:
             progress(f"weights: file {number} of {len(files)}")
@@ -86,38 +79,41 @@ def read_weights(
     return MergedWeights(places.tensors, places.views)
 
 
-def _checkpoint_files(folder: Path) -> dict[Path, list[str]]:
-    """Names of tensors by file: what an index lists, or all files where there is none."""
-    index = folder / "model.safetensors.index.json"
-    try:
-        if index.is_file():
-            listed = json.loads(index.read_text())["weight_map"]
-            paths = sorted({folder / str(name) for name in listed.values()})
-        else:
-            paths = [folder / "model.safetensors"]
-        found: dict[Path, list[str]] = {}
-        for path in paths:
-            with _open(path) as file:
-                found[path] = list(file.keys())
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise NotFused(f"the checkpoint cannot be read: {error}") from error
-    return found
+def count_bytes(
+    files: Mapping[Path, Mapping[str, Shape]], traits: ModelTraits, decoder: DecoderTraits
+) -> int:
+    """`MergedWeights.num_bytes` of what `read_weights` would give, by the files' headers. Raises
+    `NotFused` as it does."""
+    places = _fitting_places(traits, decoder, files, torch.device("meta"))
+    return MergedWeights(places.tensors, places.views).num_bytes
 
 
-def _open(path: Path) -> Any:
-    return safe_open(str(path), framework="pt")
+def _fitting_places(
+    traits: ModelTraits,
+    decoder: DecoderTraits,
+    files: Mapping[Path, Mapping[str, Shape]],
+    device: torch.device,
+) -> _Places:
+    present = {name: shape for shapes in files.values() for name, shape in shapes.items()}
+    places = _places(traits, decoder, set(present), device)
+    unknown = sorted(present.keys() - places.views.keys())
+    # A tied checkpoint may carry its head twice.
+    tied = {"lm_head.weight"} if decoder.tied_embeddings else set()
+    if unknown := [name for name in unknown if name not in tied and not name.endswith(_COMPUTED)]:
+        raise NotFused(f"the checkpoint has {len(unknown)} tensors it does not know: {unknown[0]}")
+    if missing := sorted(places.views.keys() - present.keys()):
+        raise NotFused(f"the checkpoint lacks {len(missing)} tensors, among them {missing[0]}")
+    for name, view in places.views.items():
+        if present[name] != view.shape:
+            raise NotFused(f"{name} has shape {present[name]}, not {tuple(view.shape)}")
+    return places
 
 
-def _read_file(path: Path, names: list[str], views: dict[str, torch.Tensor]) -> None:
-    with _open(path) as file:
+def _read_file(path: Path, names: Iterable[str], views: dict[str, torch.Tensor]) -> None:
+    with open_safetensors(path) as file:
         for name in names:
-            place = views.get(name)
-            if place is None:
-                continue
-            tensor = file.get_tensor(name)
-            if tensor.shape != place.shape:
-                raise NotFused(f"{name} has shape {tuple(tensor.shape)}, not {tuple(place.shape)}")
-            place.copy_(tensor)
+            if name in views:
+                views[name].copy_(file.get_tensor(name))
 
 
 def _places(

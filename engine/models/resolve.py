@@ -18,11 +18,15 @@ _MODEL_FILES = (*_TOKENIZER_FILES, "*.safetensors")
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
-def resolve_model(model: str, progress: Callable[[str], None] = lambda message: None) -> Path:
+def resolve_model(
+    model: str,
+    progress: Callable[[str], None] = lambda message: None,
+    download: bool = True,
+) -> Path:
     """The folder of `model`: ``default``, a local folder, or a hub id.
 
-    A hub id is looked up in the local hub cache when ``HF_HUB_OFFLINE`` is set, and downloaded
-    otherwise. Raises `ModelRefused` with what to do about it.
+    A hub id is looked up in the local hub cache when ``HF_HUB_OFFLINE`` is set or `download` is
+    not, and downloaded otherwise. Raises `ModelRefused` with what to do about it.
     """
     if model == DEFAULT_MODEL:
         from engine.models.default import ensure_default_model
@@ -39,7 +43,7 @@ def resolve_model(model: str, progress: Callable[[str], None] = lambda message: 
         raise ModelRefused(
             f"there is no folder {model}, and it is no hub id of the form owner/name either"
         )
-    folder = _from_hub(model, _MODEL_FILES, progress)
+    folder = _from_hub(model, _MODEL_FILES, progress, download)
     _check_folder(folder)
     return folder
 
@@ -49,7 +53,7 @@ def resolve_tokenizer(model: str) -> Path:
     ingress's node has no use for weights."""
     if model == DEFAULT_MODEL or Path(model).expanduser().exists() or not _HUB_ID.match(model):
         return resolve_model(model)
-    return _from_hub(model, _TOKENIZER_FILES, lambda message: None)
+    return _from_hub(model, _TOKENIZER_FILES)
 
 
 def _check_folder(folder: Path) -> None:
@@ -67,7 +71,12 @@ def _check_folder(folder: Path) -> None:
     )
 
 
-def _from_hub(model: str, files: tuple[str, ...], progress: Callable[[str], None]) -> Path:
+def _from_hub(
+    model: str,
+    files: tuple[str, ...],
+    progress: Callable[[str], None] = lambda message: None,
+    download: bool = True,
+) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -76,9 +85,11 @@ def _from_hub(model: str, files: tuple[str, ...], progress: Callable[[str], None
         RepositoryNotFoundError,
     )
 
-    progress(f"looking for {model} in the hub cache, or downloading it")
+    if download:
+        progress(f"looking for {model} in the hub cache, or downloading it")
     try:
-        return Path(snapshot_download(model, allow_patterns=list(files)))
+        found = snapshot_download(model, allow_patterns=list(files), local_files_only=not download)
+        return Path(found)
     except GatedRepoError as error:
         raise ModelRefused(
             f"{model} is gated: accept its terms on the hub and log in with `hf auth login`"
@@ -89,9 +100,12 @@ def _from_hub(model: str, files: tuple[str, ...], progress: Callable[[str], None
             "is not logged in)"
         ) from error
     except (LocalEntryNotFoundError, OSError) as error:
-        reason = (
-            "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        )
+        if not download:
+            reason = "nothing is downloaded to look at it"
+        elif constants.HF_HUB_OFFLINE:
+            reason = "HF_HUB_OFFLINE is set"
+        else:
+            reason = "the hub cannot be reached"
         raise ModelRefused(
             f"{model} is not in the local hub cache, and {reason}. Download it first, or give a "
             "local folder"

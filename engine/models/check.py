@@ -1,0 +1,124 @@
+"""Which path a checkpoint would take and what it needs, without loading it.
+
+Invariant: it asks the functions that loading asks, in their order, so that the two agree. What only
+a run can tell, the comparison at load, is left to the load.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+from pathlib import Path
+
+import torch
+
+from configs.engine import CacheConfig
+from engine.errors import ModelRefused
+from engine.kernels.cpu.build import why_no_kernels
+from engine.models.checkpoint import CheckpointUnreadable, Shape, read_shapes
+from engine.models.decoder_traits import NotFused, read_decoder_traits
+from engine.models.kv_cache import available_bytes
+from engine.models.merged_weights import count_bytes
+from engine.models.native_decoder import why_not_native
+from engine.models.resolve import resolve_model
+from engine.models.support import causal_lm_class, load_config
+from engine.models.traits import DTYPE_BYTES, ModelTraits, read_traits
+
+
+class ServingPath(StrEnum):
+    """What runs a model, the fastest first."""
+
+    NATIVE = "native"
+    """The fused decoder, a step in one call of the C++ kernels."""
+    FUSED = "fused"
+    """The fused decoder, op by op in torch."""
+    TRANSFORMERS = "transformers"
+    """Its own modules, our attention."""
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a model takes, in bytes."""
+
+    model_type: str
+    dtype: str
+    weight_bytes: int
+    kv_bytes_per_token: int
+    max_model_len: int
+
+    def tokens_in(self, memory_bytes: int, block_size: int) -> int:
+        """Tokens of KV, in whole blocks, that `memory_bytes` hold beside the weights."""
+        block_bytes = block_size * self.kv_bytes_per_token
+        return max(0, memory_bytes - self.weight_bytes) // block_bytes * block_size
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCheck:
+    path: ServingPath
+    reason: str | None
+    """Why it is refused, or takes no faster path; none on the fastest."""
+    need: Need | None
+    """None where it is refused."""
+
+
+def check_model(
+    model: str,
+    device: torch.device,
+    dtype: str = "auto",
+    progress: Callable[[str], None] = lambda message: None,
+) -> ModelCheck:
+    """Reads config and headers of `model`, which is named as `resolve_model` has it. A hub id is
+    looked up in the local hub cache, and never downloaded."""
+    try:
+        folder = resolve_model(model, progress, download=False)
+        return _check_folder(folder, device, dtype)
+    except ModelRefused as refusal:
+        return ModelCheck(ServingPath.REFUSED, str(refusal), None)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What an engine that started now would find free; 0 where it cannot be told."""
+    return available_bytes(device) or 0
+
+
+def default_block_size() -> int:
+    return CacheConfig().block_size
+
+
+def _check_folder(folder: Path, device: torch.device, dtype: str) -> ModelCheck:
+    config = load_config(folder)
+    causal_lm_class(config)
+    traits = read_traits(config, folder, dtype)
+    try:
+        files = read_shapes(folder)
+    except CheckpointUnreadable as error:
+        raise ModelRefused(str(error)) from error
+    try:
+        decoder = read_decoder_traits(config, traits)
+        weight_bytes = count_bytes(files, traits, decoder)
+    except NotFused as error:
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        need = _need(traits, _count_all(files, traits, tied))
+        return ModelCheck(ServingPath.TRANSFORMERS, str(error), need)
+    reason = why_not_native(traits, device) or why_no_kernels()
+    path = ServingPath.NATIVE if reason is None else ServingPath.FUSED
+    return ModelCheck(path, reason, _need(traits, weight_bytes))
+
+
+def _need(traits: ModelTraits, weight_bytes: int) -> Need:
+    return Need(
+        traits.model_type,
+        traits.dtype,
+        weight_bytes,
+        traits.kv_bytes_per_token,
+        traits.max_model_len,
+    )
+
+
+def _count_all(files: Mapping[Path, Mapping[str, Shape]], traits: ModelTraits, tied: bool) -> int:
+    """Bytes of all tensors in the engine's dtype."""
+    shapes = {name: shape for names in files.values() for name, shape in names.items()}
+    if tied:
+        shapes.pop("lm_head.weight", None)
+    return sum(map(prod, shapes.values())) * DTYPE_BYTES[traits.dtype]
