@@ -101,7 +101,7 @@ def _check_folder(folder: Path, device: torch.device, dtype: str) -> ModelCheck:
         tied = bool(getattr(config, "tie_word_embeddings", False))
         need = _need(traits, _count_all(files, traits, tied))
         return ModelCheck(ServingPath.TRANSFORMERS, str(error), need)
-    reason = why_not_native(traits, device) or why_no_kernels()
+    reason = why_not_native(traits, decoder, device) or why_no_kernels()
     path = ServingPath.NATIVE if reason is None else ServingPath.FUSED
     return ModelCheck(path, reason, _need(traits, weight_bytes))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from engine.models.checkpoint import CheckpointUnreadable, Shape, open_safetensors, read_shapes
-from engine.models.decoder_traits import DecoderTraits, NotFused
+from engine.models.decoder_traits import DecoderTraits, ExpertTraits, NotFused
 from engine.models.traits import ModelTraits
 
 # Computed, not learned; some older checkpoints carry it all the same.
@@ -25,14 +25,16 @@ class MergedWeights:
 
     `tensors` are named ``embedding``, ``head`` (absent where tied), ``final_norm``, and below each
     layer's number ``N.``: ``qkv`` ``[(H + 2 KV) * D, hidden]``, ``output``, ``gate_up``
-    ``[2 * intermediate, hidden]``, ``down``; vectors ``input_norm``, ``attention_output_norm``,
-    ``mlp_norm``, ``mlp_output_norm``, ``query_norm``, ``key_norm``, ``qkv_bias``, ``output_bias``,
-    ``down_bias``, each where the model has one.
+    ``[2 * intermediate, hidden]``, ``down``, or in a layer of experts ``router``
+    ``[experts, hidden]``, ``expert_gate_up`` ``[experts, 2 * intermediate, hidden]``,
+    ``expert_down`` ``[experts, hidden, intermediate]``; vectors ``input_norm``,
+    ``attention_output_norm``, ``mlp_norm``, ``mlp_output_norm``, ``query_norm``, ``key_norm``,
+    ``qkv_bias``, ``output_bias``, ``down_bias``, each where the model has one.
     """
 
     tensors: dict[str, torch.Tensor]
     views: dict[str, torch.Tensor]
-    """By the checkpoint's names, in the memory of `tensors`."""
+    """By the names of the model's own class, in the memory of `tensors`."""
 
     @property
     def num_bytes(self) -> int:
@@ -47,6 +49,11 @@ class _Places:
     device: torch.device
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     views: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By the checkpoint's names."""
+    own_views: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By the names of the model's own class, where they differ from the checkpoint's."""
+    not_own: set[str] = field(default_factory=set)
+    """Names of the checkpoint that the model's own class does not have."""
 
     def add(self, name: str, parts: dict[str, int], *rest: int) -> None:
         """Tensor `name` of ``[sum(parts), *rest]``, made of the checkpoint's `parts` by rows."""
@@ -56,6 +63,16 @@ class _Places:
         for part, rows in parts.items():
             self.views[part] = whole[first : first + rows]
             first += rows
+
+    def add_as(self, own_name: str, name: str, parts: dict[str, int], *shape: int) -> None:
+        """As `add`, of what the model's own class has whole, in `shape`, as `own_name`."""
+        self.add(name, parts, shape[-1])
+        self.own_views[own_name] = self.tensors[name] = self.tensors[name].view(shape)
+        self.not_own |= parts.keys()
+
+    def merged(self) -> MergedWeights:
+        kept = {name: view for name, view in self.views.items() if name not in self.not_own}
+        return MergedWeights(self.tensors, kept | self.own_views)
 
 
 def read_weights(
@@ -76,7 +93,7 @@ def read_weights(
         if len(files) > 1:
             progress(f"weights: file {number} of {len(files)}")
         _read_file(path, names, places.views)
-    return MergedWeights(places.tensors, places.views)
+    return places.merged()
 
 
 def count_bytes(
@@ -84,8 +101,7 @@ def count_bytes(
 ) -> int:
     """`MergedWeights.num_bytes` of what `read_weights` would give, by the files' headers. Raises
     `NotFused` as it does."""
-    places = _fitting_places(traits, decoder, files, torch.device("meta"))
-    return MergedWeights(places.tensors, places.views).num_bytes
+    return _fitting_places(traits, decoder, files, torch.device("meta")).merged().num_bytes
 
 
 def _fitting_places(
@@ -127,7 +143,10 @@ def _places(
     places.add("final_norm", {"model.norm.weight": hidden})
     for layer in range(traits.num_layers):
         _place_attention(places, layer, traits, decoder, present)
-        _place_mlp(places, layer, decoder, present)
+        if decoder.experts is not None and layer in decoder.experts.layers:
+            _place_experts(places, layer, decoder.hidden_size, decoder.experts)
+        else:
+            _place_mlp(places, layer, decoder, present)
         _place_norms(places, layer, traits, decoder)
     return places
 
@@ -168,6 +187,32 @@ def _place_mlp(places: _Places, layer: int, decoder: DecoderTraits, present: set
     places.add(f"{layer}.down", {f"{name}down_proj.weight": hidden}, width)
     if f"{name}down_proj.bias" in present:
         places.add(f"{layer}.down_bias", {f"{name}down_proj.bias": hidden})
+
+
+def _place_experts(places: _Places, layer: int, hidden: int, experts: ExpertTraits) -> None:
+    """An expert's gate and up lie together, and all experts in one tensor, as the model's own class
+    has them."""
+    checkpoint, own = f"model.layers.{layer}.", f"model.layers.{layer}.mlp."
+    names, width, numbers = experts.names, experts.intermediate_size, range(experts.num_experts)
+
+    def parts(rows: int, *patterns: str) -> dict[str, int]:
+        return {checkpoint + name.format(n): rows for n in numbers for name in patterns}
+
+    count = experts.num_experts
+    router = {checkpoint + names.router: count}
+    places.add_as(own + "gate.weight", f"{layer}.router", router, count, hidden)
+    places.add_as(
+        own + "experts.gate_up_proj",
+        f"{layer}.expert_gate_up",
+        parts(width, names.gate, names.up),
+        *(count, 2 * width, hidden),
+    )
+    places.add_as(
+        own + "experts.down_proj",
+        f"{layer}.expert_down",
+        parts(hidden, names.down),
+        *(count, hidden, width),
+    )
 
 
 def _place_norms(places: _Places, layer: int, traits: ModelTraits, decoder: DecoderTraits) -> None:
