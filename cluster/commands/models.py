@@ -49,7 +49,7 @@ def _memory(ctx: click.Context, param: click.Parameter, value: str | None) -> in
 def check(model: str, device: str, dtype: str, memory: int | None, as_json: bool) -> None:
     """Check MODEL: which path it takes, why, and how many tokens fit. Exit code 1: it is refused.
 
-    MODEL is a local folder, a hub id that is in the local hub cache, or 'default'."""
+    MODEL is a local folder, a GGUF file, a hub id that is in the local hub cache, or 'default'."""
     from engine.models.check import check_model, default_block_size, free_bytes
     from engine.models.device import usable_device
 
@@ -82,6 +82,7 @@ def _figures(model: str, found: "ModelCheck", memory: int, block_size: int) -> d
             "kv_bytes_per_token": found.need.kv_bytes_per_token,
             "max_model_len": found.need.max_model_len,
             "memory_bytes": memory,
+            "is_converted_first": found.is_converted_first,
             "kv_tokens": found.need.tokens_in(memory, block_size),
         }
     return figures
@@ -99,6 +100,8 @@ def _show(figures: dict[str, Any]) -> None:
         ("fit beside weights", f"{figures['kv_tokens']:,} tokens of KV in "
                                f"{_size(figures['memory_bytes'])}"),
     ]  # fmt: skip
+    if figures["is_converted_first"]:
+        rows.append(("first", "on first use the GGUF file is converted to safetensors, once"))
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
         click.echo(f"{name:<{width}}  {text}")

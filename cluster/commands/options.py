@@ -23,7 +23,7 @@ _OPTIONS = (
         "--model",
         default="default",
         show_default=True,
-        help="Local folder, hub id, or 'default' for the bundled model.",
+        help="Local folder, GGUF file, hub id, or 'default' for the bundled model.",
     ),
     click.option("--device", default="auto", show_default=True, help="torch device."),
     DTYPE_OPTION,

@@ -5,7 +5,7 @@ a run can tell, the comparison at load, is left to the load.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
 from pathlib import Path
@@ -16,11 +16,12 @@ from configs.engine import CacheConfig
 from engine.errors import ModelRefused
 from engine.kernels.cpu.build import why_no_kernels
 from engine.models.checkpoint import CheckpointUnreadable, Shape, read_shapes
-from engine.models.decoder_traits import NotFused, read_decoder_traits
+from engine.models.decoder_traits import DecoderTraits, NotFused, read_decoder_traits
+from engine.models.gguf_file import read_gguf
 from engine.models.kv_cache import available_bytes
 from engine.models.merged_weights import count_bytes
 from engine.models.native_decoder import why_not_native
-from engine.models.resolve import resolve_model
+from engine.models.resolve import find_model
 from engine.models.support import causal_lm_class, load_config
 from engine.models.traits import DTYPE_BYTES, ModelTraits, read_traits
 
@@ -60,6 +61,8 @@ class ModelCheck:
     """Why it is refused, or takes no faster path; none on the fastest."""
     need: Need | None
     """None where it is refused."""
+    is_converted_first: bool = False
+    """It is a GGUF file, whose conversion happens on first use."""
 
 
 def check_model(
@@ -68,11 +71,13 @@ def check_model(
     dtype: str = "auto",
     progress: Callable[[str], None] = lambda message: None,
 ) -> ModelCheck:
-    """Reads config and headers of `model`, which is named as `resolve_model` has it. A hub id is
+    """Reads config and headers of `model`, which is named as `find_model` has it. A hub id is
     looked up in the local hub cache, and never downloaded."""
     try:
-        folder = resolve_model(model, progress, download=False)
-        return _check_folder(folder, device, dtype)
+        found = find_model(model, progress, download=False)
+        if isinstance(found, Path):
+            return _check_folder(found, device, dtype)
+        return _check_gguf(found.source, device, dtype)
     except ModelRefused as refusal:
         return ModelCheck(ServingPath.REFUSED, str(refusal), None)
 
@@ -101,6 +106,26 @@ def _check_folder(folder: Path, device: torch.device, dtype: str) -> ModelCheck:
         tied = bool(getattr(config, "tie_word_embeddings", False))
         need = _need(traits, _count_all(files, traits, tied))
         return ModelCheck(ServingPath.TRANSFORMERS, str(error), need)
+    return _fused(traits, decoder, device, weight_bytes)
+
+
+def _check_gguf(source: Path, device: torch.device, dtype: str) -> ModelCheck:
+    """Of the folder that will be made of it."""
+    model = read_gguf(source)
+    traits = read_traits(model.config, source.parent, model.dtype if dtype == "auto" else dtype)
+    weight_bytes = model.num_elements * DTYPE_BYTES[traits.dtype]
+    try:
+        decoder = read_decoder_traits(model.config, traits)
+    except NotFused as error:
+        found = ModelCheck(ServingPath.TRANSFORMERS, str(error), _need(traits, weight_bytes))
+    else:
+        found = _fused(traits, decoder, device, weight_bytes)
+    return replace(found, is_converted_first=True)
+
+
+def _fused(
+    traits: ModelTraits, decoder: DecoderTraits, device: torch.device, weight_bytes: int
+) -> ModelCheck:
     reason = why_not_native(traits, decoder, device) or why_no_kernels()
     path = ServingPath.NATIVE if reason is None else ServingPath.FUSED
     return ModelCheck(path, reason, _need(traits, weight_bytes))

@@ -36,6 +36,7 @@ def test_json_has_a_key_a_figure() -> None:
         "kv_bytes_per_token": LLAMA_KV_BYTES,
         "max_model_len": 1024,
         "memory_bytes": 8 << 20,
+        "is_converted_first": False,
         "kv_tokens": ((8 << 20) - weight_bytes) // (16 * LLAMA_KV_BYTES) * 16,
     }
 
