@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import ConfigurationError, ModelRefused
-from engine.models.gguf_file import GgufModel, read_gguf
+from engine.models.gguf_file import GgufModel, read_gguf, unreadable
 from engine.models.traits import DTYPE_BYTES
 from engine.user_cache import locked, user_cache
 
@@ -107,7 +107,7 @@ def _convert(conversion: Conversion, folder: Path, progress: Callable[[str], Non
     except (ModelRefused, OSError):
         raise
     except Exception as error:
-        raise ModelRefused(f"transformers cannot read {conversion.source.name}: {error}") from error
+        raise unreadable(conversion.source, error) from error
     missing = [name for name in conversion.needed if not (folder / name).is_file()]
     if missing:
         raise ModelRefused(f"converting {conversion.name} did not produce {', '.join(missing)}")

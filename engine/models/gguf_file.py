@@ -55,7 +55,7 @@ def read_gguf(path: Path) -> GgufModel:
     except ModelRefused:
         raise
     except Exception as error:
-        raise ModelRefused(f"transformers cannot read {path.name}: {error}") from error
+        raise unreadable(path, error) from error
     for difference in _differences(reader, config):
         raise ModelRefused(f"{path.name} cannot be converted correctly: {difference}")
     check_config(config)
@@ -67,6 +67,12 @@ def read_gguf(path: Path) -> GgufModel:
         dtype="float32" if exact else "bfloat16",
         num_elements=sum(int(tensor.n_elements) for tensor in reader.tensors),
     )
+
+
+def unreadable(path: Path, error: Exception) -> ModelRefused:
+    """What `transformers` raised, in one line."""
+    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    return ModelRefused(f"transformers cannot read {path.name}: {reason}")
 
 
 def _value(reader: Any, key: str) -> Any:

@@ -55,10 +55,10 @@ def write_gguf(path, change=lambda writer: None, architecture="llama", half=Fals
     writer.add_vocab_size(VOCAB_SIZE)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
-    words = [f"w{i}" for i in range(VOCAB_SIZE - 6)]
-    writer.add_token_list(["<pad>", "<s>", "</s>", "a", "b", "ab", *words])
+    words = [f"w{i}" for i in range(VOCAB_SIZE - 8)]
+    writer.add_token_list(["<pad>", "<s>", "</s>", "a", "b", "c", "ab", "abc", *words])
     writer.add_token_types([3, 3, 3, *[1] * (VOCAB_SIZE - 3)])
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "ab c"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     change(writer)
