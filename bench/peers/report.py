@@ -26,6 +26,9 @@ FIGURES = {
     "w3_warm": ("w3_warm_output_tokens_per_s", "W3 warm, output tok/s"),
     "ready": ("ready_s", "process start to first token, s"),
 }
+OTHERS = "other_cores"
+"""Cores that other programs took just before an engine started."""
+_QUIET_CORES = 0.1
 _DIGITS = 4
 
 
@@ -69,6 +72,12 @@ def _ratios(rounds: Sequence[Round], peer: str, figure: str) -> list[float]:
     return [theirs / ours if is_time else ours / theirs for ours, theirs in pairs]
 
 
+def most_others(rounds: Sequence[Round]) -> float:
+    """The most cores that other programs took before any engine."""
+    taken = [figures[OTHERS] for each in rounds for figures in each.values() if OTHERS in figures]
+    return max(taken, default=0.0)
+
+
 def table(rounds: Sequence[Round], missing: Mapping[str, str], flags: Mapping[str, str]) -> str:
     """Markdown: medians, how many times as fast Shoal is, and what was set."""
     compared = ratios(rounds)
@@ -83,6 +92,11 @@ def table(rounds: Sequence[Round], missing: Mapping[str, str], flags: Mapping[st
     lines.append("")
     lines += [f"- {TITLES[engine]}: {flags[engine]}" for engine in engines if engine in flags]
     lines += [f"- {TITLES[engine]} is missing: {reason}" for engine, reason in missing.items()]
+    if (taken := most_others(rounds)) > _QUIET_CORES:
+        lines.append(
+            f"- **Not a quiet machine: other programs took up to {taken:.2f} cores before an "
+            "engine started. One engine had them and another did not: the ratios say nothing.**"
+        )
     return "\n".join(lines)
 
 
@@ -105,6 +119,7 @@ def flat(rounds: Sequence[Round], missing: Mapping[str, str], flags: Mapping[str
     return {
         **medians(rounds),
         **ratios(rounds),
+        "other_cores_max": round(most_others(rounds), _DIGITS),
         **{f"{engine}_flags": text for engine, text in flags.items()},
         **{f"{engine}_missing": reason for engine, reason in missing.items()},
     }

@@ -4,13 +4,14 @@ Invariant: at any time at most one engine runs. All of them get the same token i
 from round to round; which engine goes first moves on with each round.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.peers.llama_cpp import LlamaCpp
-from bench.peers.report import Round
+from bench.peers.report import OTHERS, Round
 from bench.peers.session import Engine, Shoal
 from bench.peers.setup import (
     LLAMA_CPP,
@@ -26,6 +27,8 @@ from engine.models.resolve import DEFAULT_MODEL, resolve_model
 from engine.models.support import load_config
 
 Progress = Callable[[str], None]
+
+_LISTEN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,22 @@ def vocabulary() -> int:
     return int(load_config(resolve_model(DEFAULT_MODEL)).vocab_size)
 
 
+def other_cores(seconds: float) -> float:
+    """Cores that the whole machine is busy on while this process waits: what would slow one engine
+    down and not the next."""
+    before, began_s = _busy_s(), time.perf_counter()
+    time.sleep(seconds)
+    return (_busy_s() - before) / (time.perf_counter() - began_s)
+
+
+def _busy_s() -> float:
+    """CPU seconds of all programs, and those that a hypervisor took (`man 5 proc_stat`)."""
+    user, nice, system, _idle, _iowait, irq, softirq, steal = (
+        int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]
+    )
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
 def _measure(entry: Entry, number: int, vocab_size: int, progress: Progress) -> dict[str, float]:
     """One engine, from its start to its end."""
 
@@ -103,11 +122,12 @@ def _measure(entry: Entry, number: int, vocab_size: int, progress: Progress) -> 
 
     w1, w2, w3 = (load_workload(name) for name in ("w1", "w2", "w3"))
     warm_up = w1.prompts(vocab_size, round_number=0)
-    say("start")
+    others = other_cores(_LISTEN_S)
+    say(f"start, while other programs take {others:.2f} cores")
     began_s = time.perf_counter()
     with entry.engine.open() as session:
         session.generate(warm_up, 1)
-        figures = {"ready_s": time.perf_counter() - began_s}
+        figures = {"ready_s": time.perf_counter() - began_s, OTHERS: others}
         if entry.only_ready:
             return figures
         session.generate(warm_up, w1.output_tokens)

@@ -49,6 +49,13 @@ def test_the_table_has_a_column_an_engine_and_says_who_is_missing_and_why() -> N
     assert text.endswith("- llama.cpp is missing: no compiler")
 
 
+def test_a_machine_that_was_not_quiet_is_said_and_one_that_was_is_not() -> None:
+    loud = [{"shoal": {"w1_tokens_per_s": 60.0, "other_cores": 0.02}}, {"vllm": {"other_cores": 1}}]
+    assert "up to 1.00 cores" in table(loud, {}, {})
+    assert flat(loud, {}, {})["other_cores_max"] == 1
+    assert "quiet" not in table(loud[:1], {}, {})
+
+
 def test_flat_holds_figures_flags_and_reasons() -> None:
     found = flat(ROUNDS, {"llamacpp": "no compiler"}, {"shoal": "threads=2"})
     assert found["shoal_flags"] == "threads=2"

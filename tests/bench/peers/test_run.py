@@ -1,5 +1,7 @@
 """The order of a run, and peers that fail, with engines that only note what they are asked."""
 
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -39,6 +41,21 @@ class Noted:
         return float(len(prompts))
 
 
+@pytest.fixture(autouse=True)
+def _listen_briefly(monkeypatch):
+    monkeypatch.setattr(running, "_LISTEN_S", 0.0)
+
+
+def test_other_programs_are_counted():
+    code = "import time\nend = time.time() + 30\nwhile time.time() < end: pass"
+    busy = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        assert running.other_cores(1.0) > 0.4
+    finally:
+        busy.kill()
+        busy.wait()
+
+
 def test_all_are_asked_the_same_one_after_the_other_and_the_first_moves_on():
     notes = []
     a, b, eager = (Noted(name, notes) for name in ("a", "b", "eager"))
@@ -66,7 +83,7 @@ def test_all_are_asked_the_same_one_after_the_other_and_the_first_moves_on():
     assert figures["w1_tokens_per_s"] == 128
     assert figures["w2_prefill_tokens_per_s"] == 1024
     assert figures["w3_cold_output_tokens_per_s"] == figures["w3_warm_output_tokens_per_s"] == 64
-    assert list(outcome.rounds[0]["eager"]) == ["ready_s"]
+    assert list(outcome.rounds[0]["eager"]) == ["ready_s", "other_cores"]
 
 
 def test_a_peer_that_fails_is_stopped_and_left_out_with_its_reason():
