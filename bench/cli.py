@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -22,7 +23,8 @@ bench.add_command(serve)
 
 
 @bench.command(
-    epilog="Example: shoal bench engine --rounds 5 --json engine.json",
+    epilog="Examples: shoal bench engine --rounds 5 --json engine.json; "
+    "shoal bench engine --peers --json peers.json --plot peers.png",
 )
 @click.option("--model", default="default", show_default=True, help="Folder, hub id or 'default'.")
 @click.option(
@@ -37,15 +39,53 @@ bench.add_command(serve)
 @click.option(
     "--json", "json_path", type=click.Path(path_type=Path), help="Write the figures here."
 )
-def engine(
+@click.option(
+    "--peers",
+    is_flag=True,
+    help="Beside vLLM and llama.cpp, alternating; installs them on first use (6 GB, half an hour).",
+)
+@click.option(
+    "--plot",
+    "plot_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="With --peers: a bar chart as PNG.",
+)
+@click.option(
+    "--peers-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="With --peers: where they are installed.  [default: ~/.cache/shoal/peers]",
+)
+def engine(threads: int | None, rounds: int, json_path: Path | None, **options: Any) -> None:
+    """One engine by itself: W1 (one stream), W2 (prefill), W3 (64 requests on one prefix)."""
+    threads = threads or len(os.sched_getaffinity(0))
+    plot_path, peers_dir = options.pop("plot_path"), options.pop("peers_dir")
+    if options.pop("peers"):
+        _only_the_default_model(**options)
+        from bench.peers.command import bench_peers
+        from bench.serve.plot import require_matplotlib
+
+        if plot_path is not None:
+            require_matplotlib("--plot")
+        bench_peers(rounds, threads, json_path, plot_path, peers_dir)
+        return
+    if plot_path is not None or peers_dir is not None:
+        raise click.UsageError("--plot and --peers-dir go with --peers")
+    _one_engine(threads, rounds, json_path, **options)
+
+
+def _only_the_default_model(model: str, dtype: str, simulated: bool) -> None:
+    if (model, dtype, simulated) != ("default", "auto", False):
+        raise click.UsageError("--peers compares on the default model in its own dtype")
+
+
+def _one_engine(
+    threads: int,
+    rounds: int,
+    json_path: Path | None,
     model: str,
     dtype: str,
-    threads: int | None,
-    rounds: int,
     simulated: bool,
-    json_path: Path | None,
 ) -> None:
-    """One engine by itself: W1 (one stream), W2 (prefill), W3 (64 requests on one prefix)."""
     from bench.engine import bench_engine
     from configs.engine import EngineConfig
 
@@ -53,7 +93,7 @@ def engine(
         {
             "model": model,
             "dtype": dtype,
-            "threads": threads or len(os.sched_getaffinity(0)),
+            "threads": threads,
             "executor": "simulated" if simulated else "model",
         }
     )

@@ -7,7 +7,7 @@ it; times are taken at the client. Every figure is the median of the rounds.
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from bench.workload import Workload, load_workload
@@ -31,10 +31,15 @@ class Timing:
 
 
 async def run_workload(client: EngineClient, workload: Workload, round_number: int) -> Timing:
-    """Sends all requests of a round at once, greedy and past any end token."""
+    """Sends all requests of a round at once."""
     assert client.info is not None
     prompts = workload.prompts(client.info.vocab_size, round_number)
-    sampling = SamplingParams(max_tokens=workload.output_tokens, ignore_eos=True)
+    return await send(client, prompts, workload.output_tokens)
+
+
+async def send(client: EngineClient, prompts: Sequence[list[int]], output_tokens: int) -> Timing:
+    """Sends all prompts at once, greedy and past any end token."""
+    sampling = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
     start_s = time.perf_counter()
 
     async def one(prompt: list[int]) -> tuple[float, float, int, int]:
@@ -44,8 +49,8 @@ async def run_workload(client: EngineClient, workload: Workload, round_number: i
             first_s = first_s or time.perf_counter()
             count += len(item.token_ids)
             cached = item.cached_tokens
-        if count != workload.output_tokens:
-            raise RuntimeError(f"{count} tokens came back, {workload.output_tokens} were asked for")
+        if count != output_tokens:
+            raise RuntimeError(f"{count} tokens came back, {output_tokens} were asked for")
         return first_s, time.perf_counter(), count, cached
 
     results = await asyncio.gather(*(one(prompt) for prompt in prompts))

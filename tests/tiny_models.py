@@ -74,13 +74,36 @@ def _config(name: str) -> Any:
             )
         case "olmo2":
             return transformers.Olmo2Config(**_SHAPE)
+    return _expert_config(name)
+
+
+def _expert_config(name: str) -> Any:
+    match name:
+        case "qwen3_moe":
+            return transformers.Qwen3MoeConfig(
+                **_SHAPE,
+                num_experts=8,
+                num_experts_per_tok=3,
+                moe_intermediate_size=32,
+                norm_topk_prob=False,
+                # Of three layers the second is plain.
+                mlp_only_layers=[1],
+            )
+        case "mixtral":
+            return transformers.MixtralConfig(
+                **_SHAPE, num_local_experts=4, num_experts_per_tok=2, sliding_window=SLIDING_WINDOW
+            )
     raise ValueError(name)
 
 
 NAMES = ("llama", "qwen3", "gemma2", "gpt_oss", "mistral")
-FUSED_NAMES = ("llama", "qwen3", "gemma2", "mistral", "qwen2", "phi3", "olmo2")
-"""Those that the fused decoder knows."""
-_SEEDS = {name: seed for seed, name in enumerate((*NAMES, "qwen2", "phi3", "olmo2"))}
+EXPERT_NAMES = ("qwen3_moe", "mixtral")
+FUSED_NAMES = ("llama", "qwen3", "gemma2", "mistral", "qwen2", "phi3", "olmo2", *EXPERT_NAMES)
+"""Those that the fused decoder knows; those with experts without its C++ kernels."""
+_SEEDS = {n: seed for seed, n in enumerate((*NAMES, "qwen2", "phi3", "olmo2", "qwen3_moe"))} | {
+    # With it continuations are long enough for a small pool to preempt.
+    "mixtral": 21
+}
 
 
 def save_tiny_model(name: str, folder: Path) -> Path:

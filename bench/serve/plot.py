@@ -23,13 +23,13 @@ class PlotUnavailable(ShoalError):
     """matplotlib isn't installed."""
 
 
-def require_matplotlib() -> None:
+def require_matplotlib(option: str = "--png") -> None:
     """Raises `PlotUnavailable`; called before the load, not after it."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise PlotUnavailable(
-            "--png needs matplotlib: pip install 'shoal[bench]', or leave --png out"
+            f"{option} needs matplotlib: pip install 'shoal[bench]', or leave {option} out"
         ) from None
 
 

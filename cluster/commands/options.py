@@ -10,21 +10,23 @@ from configs.engine import EngineConfig
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+DTYPE_OPTION = click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+    default="auto",
+    show_default=True,
+    help="Weights and KV; 'auto' is the checkpoint's own.",
+)
+
 _OPTIONS = (
     click.option(
         "--model",
         default="default",
         show_default=True,
-        help="Local folder, hub id, or 'default' for the bundled model.",
+        help="Local folder, GGUF file, hub id, or 'default' for the bundled model.",
     ),
     click.option("--device", default="auto", show_default=True, help="torch device."),
-    click.option(
-        "--dtype",
-        type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
-        default="auto",
-        show_default=True,
-        help="Weights and KV; 'auto' is the checkpoint's own.",
-    ),
+    DTYPE_OPTION,
     click.option("--threads", type=int, help="CPU threads of the engine.  [default: all cores]"),
     click.option(
         "--max-model-len", type=int, help="Longest prompt plus output.  [default: what fits]"

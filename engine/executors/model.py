@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from configs.engine import EngineConfig
 from engine.errors import ConfigurationError
 from engine.kernels.batch import AttentionBatch, SequenceSlice
+from engine.models.device import usable_device
 from engine.models.host_memory import HostMemory
 from engine.models.kv_cache import KVCache, plan_num_blocks, plan_num_slots
 from engine.models.load import ServedModel, load_model
@@ -77,7 +78,7 @@ class ModelExecutor:
     ) -> "ModelExecutor":
         """Loads what `config` names. Raises `ModelRefused` or `ConfigurationError`."""
         torch.set_num_threads(config.threads or _usable_cores())
-        device = _device(config.device)
+        device = usable_device(config.device)
         folder = resolve_model(config.model, progress)
         model = load_model(folder, device, config.dtype, progress)
         traits = model.traits
@@ -229,14 +230,3 @@ def _usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigurationError(f"device {name!r} is not usable: {error}") from error
-    return device

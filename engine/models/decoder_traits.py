@@ -30,6 +30,32 @@ class NormPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Where a checkpoint has its experts, below ``model.layers.N.``; ``{}`` is an expert's
+    number."""
+
+    router: str = "mlp.gate.weight"
+    gate: str = "mlp.experts.{}.gate_proj.weight"
+    up: str = "mlp.experts.{}.up_proj.weight"
+    down: str = "mlp.experts.{}.down_proj.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTraits:
+    """Layers whose MLP is a router and many gated MLPs, of which each token takes a few
+    (https://arxiv.org/abs/1701.06538)."""
+
+    layers: frozenset[int]
+    num_experts: int
+    num_per_token: int
+    intermediate_size: int
+    normalized: bool
+    """The weights of a token's experts sum to one; else they are what the softmax over all experts
+    gave them."""
+    names: ExpertNames
+
+
+@dataclass(frozen=True, slots=True)
 class _Family:
     """What a model type says by its code alone, and no key of its config."""
 
@@ -43,6 +69,7 @@ class _Family:
     merged_checkpoint: bool = False
     """QKV, and gate and up, are merged in the checkpoint already."""
     activation_key: str = "hidden_act"
+    experts: ExpertNames | None = None
 
 
 _BOTH_ENDS = NormPlan(
@@ -71,6 +98,15 @@ _FAMILIES: Mapping[str, _Family] = MappingProxyType(
         ),
         "phi3": _Family(merged_checkpoint=True),
         "olmo2": _Family(norms=_OUTPUTS, head_norm="all"),
+        "qwen3_moe": _Family(head_norm="head", experts=ExpertNames()),
+        "mixtral": _Family(
+            experts=ExpertNames(
+                router="block_sparse_moe.gate.weight",
+                gate="block_sparse_moe.experts.{}.w1.weight",
+                up="block_sparse_moe.experts.{}.w3.weight",
+                down="block_sparse_moe.experts.{}.w2.weight",
+            )
+        ),
     }
 )
 
@@ -83,7 +119,7 @@ _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
 @dataclass(frozen=True, slots=True)
 class DecoderTraits:
-    """A pre- or post-norm decoder with rotary positions and a gated MLP."""
+    """A pre- or post-norm decoder with rotary positions and gated MLPs, one a layer or many."""
 
     hidden_size: int
     intermediate_size: int
@@ -99,6 +135,7 @@ class DecoderTraits:
     norm_offset: float
     head_norm: Literal["none", "head", "all"]
     merged_checkpoint: bool
+    experts: ExpertTraits | None
     inverse_frequencies: tuple[float, ...]
     """Of each pair of rotated elements: half as many as a head has rotated elements."""
     rotary_scale: float
@@ -132,8 +169,35 @@ def read_decoder_traits(config: Any, traits: ModelTraits) -> DecoderTraits:
         norm_offset=family.norm_offset,
         head_norm=family.head_norm,
         merged_checkpoint=family.merged_checkpoint,
+        experts=None if family.experts is None else _experts(config, traits, family.experts),
         inverse_frequencies=frequencies,
         rotary_scale=rotary_scale,
+    )
+
+
+def _experts(config: Any, traits: ModelTraits, names: ExpertNames) -> ExpertTraits | None:
+    """None where the config makes every layer a plain one."""
+    plain = frozenset(getattr(config, "mlp_only_layers", None) or ())
+    every = int(getattr(config, "decoder_sparse_step", 1))
+    if every < 1:
+        raise NotFused(f"experts in every {every}th layer")
+    numbers = range(traits.num_layers)
+    layers = frozenset(n for n in numbers if n not in plain and (n + 1) % every == 0)
+    num_experts, num_per_token = int(config.num_experts), int(config.num_experts_per_tok)
+    if not layers or num_experts == 0:
+        return None
+    if not 1 <= num_per_token <= num_experts:
+        raise NotFused(f"{num_per_token} of {num_experts} experts a token")
+    return ExpertTraits(
+        layers=layers,
+        num_experts=num_experts,
+        num_per_token=num_per_token,
+        intermediate_size=int(
+            getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        ),
+        # A family without the key always does it.
+        normalized=bool(getattr(config, "norm_topk_prob", True)),
+        names=names,
     )
 
 

@@ -59,7 +59,7 @@ def plan_num_blocks(traits: ModelTraits, cache: CacheConfig, device: torch.devic
                 f"cache.memory_bytes is {cache.memory_bytes}, less than one KV block of this "
                 f"model: {cache.block_size} tokens take {block_bytes} bytes"
             )
-    available = _available_bytes(device)
+    available = available_bytes(device)
     if available is not None and num_blocks * block_bytes > available:
         raise ConfigurationError(
             f"{num_blocks} KV blocks of {block_bytes} bytes need {num_blocks * block_bytes} bytes, "
@@ -68,7 +68,7 @@ def plan_num_blocks(traits: ModelTraits, cache: CacheConfig, device: torch.devic
     return num_blocks
 
 
-def _available_bytes(device: torch.device) -> int | None:
+def available_bytes(device: torch.device) -> int | None:
     """Free memory of the device; none where it cannot be told."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -94,7 +94,7 @@ def plan_num_slots(traits: ModelTraits, cache: CacheConfig) -> int:
             f"cache.host_memory_bytes is {cache.slot_bytes}, less than one KV block of this model: "
             f"{cache.block_size} tokens take {block_bytes} bytes"
         )
-    available = _available_bytes(torch.device("cpu"))
+    available = available_bytes(torch.device("cpu"))
     if available is not None and num_slots * block_bytes > available:
         raise ConfigurationError(
             f"cache.host_memory_bytes is {cache.slot_bytes}, and the machine has {available} bytes "

@@ -5,16 +5,14 @@ Invariant: every tensor of the checkpoint has a place, of its shape, and every p
 stay available as views of them.
 """
 
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from engine.models.decoder_traits import DecoderTraits, NotFused
+from engine.models.checkpoint import CheckpointUnreadable, Shape, open_safetensors, read_shapes
+from engine.models.decoder_traits import DecoderTraits, ExpertTraits, NotFused
 from engine.models.traits import ModelTraits
 
 # Computed, not learned; some older checkpoints carry it all the same.
@@ -27,14 +25,16 @@ class MergedWeights:
 
     `tensors` are named ``embedding``, ``head`` (absent where tied), ``final_norm``, and below each
     layer's number ``N.``: ``qkv`` ``[(H + 2 KV) * D, hidden]``, ``output``, ``gate_up``
-    ``[2 * intermediate, hidden]``, ``down``; vectors ``input_norm``, ``attention_output_norm``,
-    ``mlp_norm``, ``mlp_output_norm``, ``query_norm``, ``key_norm``, ``qkv_bias``, ``output_bias``,
-    ``down_bias``, each where the model has one.
+    ``[2 * intermediate, hidden]``, ``down``, or in a layer of experts ``router``
+    ``[experts, hidden]``, ``expert_gate_up`` ``[experts, 2 * intermediate, hidden]``,
+    ``expert_down`` ``[experts, hidden, intermediate]``; vectors ``input_norm``,
+    ``attention_output_norm``, ``mlp_norm``, ``mlp_output_norm``, ``query_norm``, ``key_norm``,
+    ``qkv_bias``, ``output_bias``, ``down_bias``, each where the model has one.
     """
 
     tensors: dict[str, torch.Tensor]
     views: dict[str, torch.Tensor]
-    """By the checkpoint's names, in the memory of `tensors`."""
+    """By the names of the model's own class, in the memory of `tensors`."""
 
     @property
     def num_bytes(self) -> int:
@@ -49,6 +49,11 @@ class _Places:
     device: torch.device
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     views: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By the checkpoint's names."""
+    own_views: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By the names of the model's own class, where they differ from the checkpoint's."""
+    not_own: set[str] = field(default_factory=set)
+    """Names of the checkpoint that the model's own class does not have."""
 
     def add(self, name: str, parts: dict[str, int], *rest: int) -> None:
         """Tensor `name` of ``[sum(parts), *rest]``, made of the checkpoint's `parts` by rows."""
@@ -59,6 +64,16 @@ class _Places:
             self.views[part] = whole[first : first + rows]
             first += rows
 
+    def add_as(self, own_name: str, name: str, parts: dict[str, int], *shape: int) -> None:
+        """As `add`, of what the model's own class has whole, in `shape`, as `own_name`."""
+        self.add(name, parts, shape[-1])
+        self.own_views[own_name] = self.tensors[name] = self.tensors[name].view(shape)
+        self.not_own |= parts.keys()
+
+    def merged(self) -> MergedWeights:
+        kept = {name: view for name, view in self.views.items() if name not in self.not_own}
+        return MergedWeights(self.tensors, kept | self.own_views)
+
 
 def read_weights(
     folder: Path,
@@ -67,57 +82,54 @@ def read_weights(
     device: torch.device,
     progress: Callable[[str], None] = lambda message: None,
 ) -> MergedWeights:
-    """Reads all safetensors files in `folder`. Raises `NotFused` for a tensor without a place, or a
-    place without a tensor."""
-    files = _checkpoint_files(folder)
-    present = {name for names in files.values() for name in names}
-    places = _places(traits, decoder, present, device)
-    unknown = sorted(present - places.views.keys())
-    # A tied checkpoint may carry its head twice.
-    tied = {"lm_head.weight"} if decoder.tied_embeddings else set()
-    if unknown := [name for name in unknown if name not in tied and not name.endswith(_COMPUTED)]:
-        raise NotFused(f"the checkpoint has {len(unknown)} tensors it does not know: {unknown[0]}")
-    if missing := sorted(places.views.keys() - present):
-        raise NotFused(f"the checkpoint lacks {len(missing)} tensors, among them {missing[0]}")
+    """Reads all safetensors files in `folder`. Raises `NotFused` for a tensor without a place of
+    its shape, or a place without a tensor."""
+    try:
+        files = read_shapes(folder)
+    except CheckpointUnreadable as error:
+        raise NotFused(str(error)) from error
+    places = _fitting_places(traits, decoder, files, device)
     for number, (path, names) in enumerate(files.items(), start=1):
         if len(files) > 1:
             progress(f"weights: file {number} of {len(files)}")
         _read_file(path, names, places.views)
-    return MergedWeights(places.tensors, places.views)
+    return places.merged()
 
 
-def _checkpoint_files(folder: Path) -> dict[Path, list[str]]:
-    """Names of tensors by file: what an index lists, or all files where there is none."""
-    index = folder / "model.safetensors.index.json"
-    try:
-        if index.is_file():
-            listed = json.loads(index.read_text())["weight_map"]
-            paths = sorted({folder / str(name) for name in listed.values()})
-        else:
-            paths = [folder / "model.safetensors"]
-        found: dict[Path, list[str]] = {}
-        for path in paths:
-            with _open(path) as file:
-                found[path] = list(file.keys())
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise NotFused(f"the checkpoint cannot be read: {error}") from error
-    return found
+def count_bytes(
+    files: Mapping[Path, Mapping[str, Shape]], traits: ModelTraits, decoder: DecoderTraits
+) -> int:
+    """`MergedWeights.num_bytes` of what `read_weights` would give, by the files' headers. Raises
+    `NotFused` as it does."""
+    return _fitting_places(traits, decoder, files, torch.device("meta")).merged().num_bytes
 
 
-def _open(path: Path) -> Any:
-    return safe_open(str(path), framework="pt")
+def _fitting_places(
+    traits: ModelTraits,
+    decoder: DecoderTraits,
+    files: Mapping[Path, Mapping[str, Shape]],
+    device: torch.device,
+) -> _Places:
+    present = {name: shape for shapes in files.values() for name, shape in shapes.items()}
+    places = _places(traits, decoder, set(present), device)
+    unknown = sorted(present.keys() - places.views.keys())
+    # A tied checkpoint may carry its head twice.
+    tied = {"lm_head.weight"} if decoder.tied_embeddings else set()
+    if unknown := [name for name in unknown if name not in tied and not name.endswith(_COMPUTED)]:
+        raise NotFused(f"the checkpoint has {len(unknown)} tensors it does not know: {unknown[0]}")
+    if missing := sorted(places.views.keys() - present.keys()):
+        raise NotFused(f"the checkpoint lacks {len(missing)} tensors, among them {missing[0]}")
+    for name, view in places.views.items():
+        if present[name] != view.shape:
+            raise NotFused(f"{name} has shape {present[name]}, not {tuple(view.shape)}")
+    return places
 
 
-def _read_file(path: Path, names: list[str], views: dict[str, torch.Tensor]) -> None:
-    with _open(path) as file:
+def _read_file(path: Path, names: Iterable[str], views: dict[str, torch.Tensor]) -> None:
+    with open_safetensors(path) as file:
         for name in names:
-            place = views.get(name)
-            if place is None:
-                continue
-            tensor = file.get_tensor(name)
-            if tensor.shape != place.shape:
-                raise NotFused(f"{name} has shape {tuple(tensor.shape)}, not {tuple(place.shape)}")
-            place.copy_(tensor)
+            if name in views:
+                views[name].copy_(file.get_tensor(name))
 
 
 def _places(
@@ -131,7 +143,10 @@ def _places(
     places.add("final_norm", {"model.norm.weight": hidden})
     for layer in range(traits.num_layers):
         _place_attention(places, layer, traits, decoder, present)
-        _place_mlp(places, layer, decoder, present)
+        if decoder.experts is not None and layer in decoder.experts.layers:
+            _place_experts(places, layer, decoder.hidden_size, decoder.experts)
+        else:
+            _place_mlp(places, layer, decoder, present)
         _place_norms(places, layer, traits, decoder)
     return places
 
@@ -172,6 +187,32 @@ def _place_mlp(places: _Places, layer: int, decoder: DecoderTraits, present: set
     places.add(f"{layer}.down", {f"{name}down_proj.weight": hidden}, width)
     if f"{name}down_proj.bias" in present:
         places.add(f"{layer}.down_bias", {f"{name}down_proj.bias": hidden})
+
+
+def _place_experts(places: _Places, layer: int, hidden: int, experts: ExpertTraits) -> None:
+    """An expert's gate and up lie together, and all experts in one tensor, as the model's own class
+    has them."""
+    checkpoint, own = f"model.layers.{layer}.", f"model.layers.{layer}.mlp."
+    names, width, numbers = experts.names, experts.intermediate_size, range(experts.num_experts)
+
+    def parts(rows: int, *patterns: str) -> dict[str, int]:
+        return {checkpoint + name.format(n): rows for n in numbers for name in patterns}
+
+    count = experts.num_experts
+    router = {checkpoint + names.router: count}
+    places.add_as(own + "gate.weight", f"{layer}.router", router, count, hidden)
+    places.add_as(
+        own + "experts.gate_up_proj",
+        f"{layer}.expert_gate_up",
+        parts(width, names.gate, names.up),
+        *(count, 2 * width, hidden),
+    )
+    places.add_as(
+        own + "experts.down_proj",
+        f"{layer}.expert_down",
+        parts(hidden, names.down),
+        *(count, hidden, width),
+    )
 
 
 def _place_norms(places: _Places, layer: int, traits: ModelTraits, decoder: DecoderTraits) -> None:

@@ -16,13 +16,17 @@ from engine.models.reference_decoder import Angles
 from engine.models.traits import ModelTraits
 
 
-def native_decoder_serves(traits: ModelTraits, device: torch.device) -> bool:
-    """Whether its kernels cover this model, where they can be built."""
-    return (
-        device.type == "cpu"
-        and traits.dtype in ("float32", "bfloat16")
-        and traits.head_dim % 16 == 0
-    )
+def why_not_native(traits: ModelTraits, decoder: DecoderTraits, device: torch.device) -> str | None:
+    """What of this model its kernels do not cover, were they built; none: they cover it."""
+    if device.type != "cpu":
+        return f"the C++ kernels run on a CPU, not on {device.type}"
+    if traits.dtype not in ("float32", "bfloat16"):
+        return f"the C++ kernels compute in float32 and bfloat16, not in {traits.dtype}"
+    if traits.head_dim % 16 != 0:
+        return f"the C++ kernels need a head size that is a multiple of 16, not {traits.head_dim}"
+    if decoder.experts is not None:
+        return "the C++ kernels have no mixture of experts"
+    return None
 
 
 class NativeDecoder:
@@ -106,6 +110,6 @@ def try_native_decoder(
     progress: Callable[[str], None],
 ) -> NativeDecoder | None:
     """None where the kernels do not cover the model or cannot be built."""
-    if not native_decoder_serves(traits, device) or not cpu_kernels(progress):
+    if why_not_native(traits, decoder, device) or not cpu_kernels(progress):
         return None
     return NativeDecoder(traits, decoder, tensors)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from engine.kernels.batch import AttentionBatch
 from engine.kernels.reference import AttentionOptions, paged_attention, row_max, write_kv
-from engine.models.decoder_traits import DecoderTraits
+from engine.models.decoder_traits import DecoderTraits, ExpertTraits
 from engine.models.kv_cache import KVCache
 from engine.models.traits import ModelTraits
 
@@ -125,12 +125,35 @@ class ReferenceDecoder:
         return rms_norm(heads, weight, eps)
 
     def _mlp(self, hidden: torch.Tensor, layer: int) -> torch.Tensor:
-        tensors = self._tensors
+        tensors, experts = self._tensors, self._decoder.experts
         x = self._normed(hidden, f"{layer}.mlp_norm")
-        gate, up = F.linear(x, tensors[f"{layer}.gate_up"]).float().chunk(2, dim=-1)
-        activated = (_activate(gate, self._decoder.activation) * up).to(self._dtype)
-        output = F.linear(activated, tensors[f"{layer}.down"], tensors.get(f"{layer}.down_bias"))
+        if experts is not None and layer in experts.layers:
+            output = self._mixture(x, layer, experts)
+        else:
+            activated = self._gated(x, tensors[f"{layer}.gate_up"])
+            bias = tensors.get(f"{layer}.down_bias")
+            output = F.linear(activated, tensors[f"{layer}.down"], bias)
         return self._normed_output(output, f"{layer}.mlp_output_norm")
+
+    def _gated(self, x: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = F.linear(x, gate_up).float().chunk(2, dim=-1)
+        return (_activate(gate, self._decoder.activation) * up).to(self._dtype)
+
+    def _mixture(self, x: torch.Tensor, layer: int, experts: ExpertTraits) -> torch.Tensor:
+        """Each token's experts, weighted, in float32; an expert computes its tokens at once."""
+        tensors = self._tensors
+        # In float32: rounded, close scores would send tokens to other experts.
+        scores = F.linear(x.float(), tensors[f"{layer}.router"].float()).softmax(dim=-1)
+        weights, chosen = scores.topk(experts.num_per_token, dim=-1)
+        if experts.normalized:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        output = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for expert in sorted(set(chosen.flatten().tolist())):
+            tokens, places = torch.where(chosen == expert)
+            activated = self._gated(x[tokens], tensors[f"{layer}.expert_gate_up"][expert])
+            computed = F.linear(activated, tensors[f"{layer}.expert_down"][expert]).float()
+            output.index_add_(0, tokens, computed * weights[tokens, places, None])
+        return output
 
 
 def _activate(x: torch.Tensor, kind: str) -> torch.Tensor:

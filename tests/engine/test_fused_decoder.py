@@ -17,12 +17,19 @@ from engine.models.decoder_traits import NotFused, read_decoder_traits
 from engine.models.fused_decoder import FusedDecoder
 from engine.models.kv_cache import KVCache
 from engine.models.load import load_model
+from engine.models.merged_weights import read_weights
 from engine.models.native_decoder import NativeDecoder
 from engine.models.reference_decoder import ReferenceDecoder
 from engine.models.support import load_config
 from engine.models.traits import read_traits
 from engine.models.transformers_model import TransformersModel
-from tests.tiny_models import FUSED_NAMES, reference_greedy, reference_module, tiny_model
+from tests.tiny_models import (
+    EXPERT_NAMES,
+    FUSED_NAMES,
+    reference_greedy,
+    reference_module,
+    tiny_model,
+)
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -87,7 +94,7 @@ def backend(request, monkeypatch):
 def test_float32_is_transformers(name, backend):
     model = load_model(tiny_model(name), CPU)
     assert isinstance(model, FusedDecoder)
-    assert isinstance(model.backend, backend)
+    assert isinstance(model.backend, ReferenceDecoder if name in EXPERT_NAMES else backend)
     expected = expected_logits(reference_module(name))
     torch.testing.assert_close(chunked_logits(model), expected, atol=1e-4, rtol=1e-4)
 
@@ -183,6 +190,55 @@ def test_variants_are_transformers(tmp_path, changes, backend):
     model = FusedDecoder.load(folder, CPU)
     oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     torch.testing.assert_close(chunked_logits(model), expected_logits(oracle), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen3_moe", {"norm_topk_prob": True}),
+        ("qwen3_moe", {"num_experts_per_tok": 8}),
+        ("mixtral", {"num_experts_per_tok": 1}),
+    ],
+    ids=["weights sum to one", "all experts", "one expert"],
+)
+def test_routing_is_transformers(tmp_path, name, changes):
+    folder = copy_of(name, tmp_path, changes)
+    model = FusedDecoder.load(folder, CPU)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    expected = expected_logits(oracle)
+    torch.testing.assert_close(chunked_logits(model), expected, atol=1e-4, rtol=1e-4)
+    unchanged = expected_logits(reference_module(name))
+    assert (expected - unchanged).abs().max() > 0.1
+
+
+def test_which_layers_have_experts():
+    def layers(**changes):
+        config = load_config(tiny_model("qwen3_moe"))
+        for key, value in changes.items():
+            setattr(config, key, value)
+        found = read_decoder_traits(config, read_traits(config, tiny_model("qwen3_moe")))
+        return None if found.experts is None else sorted(found.experts.layers)
+
+    assert layers() == [0, 2]
+    assert layers(mlp_only_layers=[], decoder_sparse_step=2) == [1]
+    assert layers(mlp_only_layers=[0, 1, 2]) is None
+    with pytest.raises(NotFused, match="9 of 8 experts"):
+        layers(num_experts_per_tok=9)
+
+
+def test_experts_are_the_memory_that_the_oracle_reads():
+    """Stacked for both, from single tensors in the checkpoint: none is held twice."""
+    folder = tiny_model("qwen3_moe")
+    config = load_config(folder)
+    traits = read_traits(config, folder)
+    weights = read_weights(folder, traits, read_decoder_traits(config, traits), CPU)
+    stacked = weights.tensors["0.expert_gate_up"]
+    assert stacked.shape == (8, 64, 48)
+    assert weights.views["model.layers.0.mlp.experts.gate_up_proj"] is stacked
+    saved = load_file(folder / "model.safetensors")
+    assert torch.equal(stacked[5, :32], saved["model.layers.0.mlp.experts.5.gate_proj.weight"])
+    assert torch.equal(stacked[5, 32:], saved["model.layers.0.mlp.experts.5.up_proj.weight"])
+    assert weights.num_bytes == sum(tensor.nbytes for tensor in saved.values())
 
 
 @pytest.mark.parametrize(

@@ -307,7 +307,7 @@ def test_the_number_of_blocks_follows_from_the_memory():
 
 
 def test_a_failed_load_leaves_no_registered_name(monkeypatch):
-    monkeypatch.setattr(kv_cache, "_available_bytes", lambda device: 1000)
+    monkeypatch.setattr(kv_cache, "available_bytes", lambda device: 1000)
     before = set(transformers.AttentionInterface())
     with pytest.raises(ConfigurationError, match="and cpu has 1000 bytes available"):
         load()

@@ -252,7 +252,7 @@ def test_num_blocks_follow_from_memory_and_the_other_way_round(monkeypatch):
     cache = CacheConfig(block_size=16, memory_bytes=1 << 20)
     assert plan_num_blocks(traits, cache, CPU) == (1 << 20) // block_bytes
     assert plan_num_blocks(traits, CacheConfig(num_blocks=7), CPU) == 7
-    monkeypatch.setattr(kv_cache, "_available_bytes", lambda device: 6 * block_bytes)
+    monkeypatch.setattr(kv_cache, "available_bytes", lambda device: 6 * block_bytes)
     with pytest.raises(
         ConfigurationError, match=rf"need {7 * block_bytes} bytes.* {6 * block_bytes} "
     ):

@@ -44,6 +44,15 @@ def cpu_kernels(progress: Callable[[str], None] = lambda message: None) -> bool:
     return True
 
 
+def why_no_kernels() -> str | None:
+    """What stands against compiling them here, as far as it shows without doing so."""
+    try:
+        _compiler()
+    except Exception as error:
+        return str(error)
+    return None
+
+
 def _is_loaded() -> bool:
     """Loading a second build into one process would end it."""
     return hasattr(torch.ops.shoal_cpu, "paged_attention")

@@ -1,0 +1,1 @@
+"""Shoal beside other engines, on one machine, in one run: `shoal bench engine --peers`."""
