@@ -43,6 +43,8 @@ class SkipList:
         # A node: tokens, block, then the next node at each of its levels.
         self._head: list[Any] = [b"", -1, *[None] * _MAX_LEVELS]
         self._random = Random(0)
+        self._height = 1
+        """Levels in use: the rest of the head's are empty."""
         self._size = 0
 
     def __len__(self) -> int:
@@ -59,6 +61,7 @@ class SkipList:
         height = 1
         while height < _MAX_LEVELS and self._random.randrange(_SPARSENESS) == 0:
             height += 1
+        self._height = max(self._height, height)
         node: list[Any] = [tokens, block_id, *[None] * height]
         for level, before in enumerate(self._path(tokens)[:height], 2):
             node[level] = before[level]
@@ -85,7 +88,7 @@ class SkipList:
         """On each level, lowest first, the last node before `tokens`."""
         node = self._head
         path = []
-        for level in range(_MAX_LEVELS + 1, 1, -1):
+        for level in range(self._height + 1, 1, -1):
             while (following := node[level]) is not None and following[0] < tokens:
                 node = following
             path.append(node)

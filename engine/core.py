@@ -236,7 +236,7 @@ class EngineCore:
         if self._plans:
             self._await(self._plans[0], step.ended_s)
         began_s = time.perf_counter()
-        outputs = self._scheduler.commit(step.result)
+        outputs = self._scheduler.commit(step.result, time.monotonic())
         self._plan_s += time.perf_counter() - began_s
         if not self._scheduler.requests:
             self._meter.rest()

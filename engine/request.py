@@ -15,6 +15,7 @@ from cache.wheel import Retention
 from engine.wire import (
     Finish,
     FinishReason,
+    FirstToken,
     SamplingParams,
     ServiceClass,
     TokenItem,
@@ -46,6 +47,10 @@ class RequestState:
     """Order of arrival; kept over preemption."""
     arrived_s: float = 0.0
     """When it was added."""
+    started_s: float = 0.0
+    """When a step was first planned for it."""
+    has_drawn: bool = False
+    """A token, in this engine."""
     deadline_s: float = 0.0
     """When its first token is due."""
     num_displaced: int = 0
@@ -108,6 +113,11 @@ class RequestState:
             parent = self.block_keys[-1] if self.block_keys else self.root.root
             tail = self.token_ids[known * size : num_blocks * size]
             self.block_keys.extend(self.root.extend(parent, tail))
+
+    def first_token(self, now: float) -> FirstToken:
+        """To be told with it, once."""
+        self.has_drawn = True
+        return FirstToken(self.started_s - self.arrived_s, now - self.started_s)
 
     def finish_reason(self) -> FinishReason | None:
         """Whether the output so far is complete."""

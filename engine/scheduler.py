@@ -60,6 +60,7 @@ class Scheduler:
         self._ended: list[int] = []
         self._in_flight: dict[int, Flight] = {}
         self._step = 0
+        self._now = 0.0
         self._next_run = 0
         self._num_started = 0
         self._next_ticket = 0
@@ -143,8 +144,9 @@ class Scheduler:
         ended, self._ended = tuple(self._ended), []
         return draft.as_plan(self._step, ended)
 
-    def commit(self, result: StepResult) -> list[Output]:
+    def commit(self, result: StepResult, now: float = 0.0) -> list[Output]:
         """Takes over what a step computed, and gives its blocks free."""
+        self._now = now
         flight, take = self._in_flight.pop(result.step), self._take_over
         outputs = [
             take(item.request, item.slice.length, item.slice.samples, result)
@@ -251,6 +253,7 @@ class Scheduler:
             if not self._plan_start(request, draft):
                 return
             if is_new:
+                request.started_s = now
                 self.counts.note_start(request.service_class, now - request.arrived_s)
             else:
                 self.counts.note_return(request.num_lost_tokens, request.num_computed_tokens)
@@ -405,6 +408,7 @@ class Scheduler:
                 finish,
                 cached,
                 sampled.logprobs,
+                None if request.has_drawn else request.first_token(self._now),
             )
         except Exception as error:
             # One request's fault ends that request; the others' results still count.

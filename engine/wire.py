@@ -238,6 +238,15 @@ class Finish(Message, frozen=True):
     message: str = ""
 
 
+class FirstToken(Message, frozen=True):
+    """How an attempt's first token came about, in seconds."""
+
+    queue_s: float
+    """From its arrival until a step was planned for it."""
+    prefill_s: float
+    """From then until the token was there."""
+
+
 class TokenItem(Message, frozen=True):
     """Output of one attempt in one step."""
 
@@ -251,6 +260,8 @@ class TokenItem(Message, frozen=True):
     """Prompt tokens found in the cache when this attempt started."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """One for each of `token_ids`, when asked for."""
+    first: FirstToken | None = None
+    """With the first token of the attempt."""
 
 
 class TokenBatch(Message, frozen=True):
