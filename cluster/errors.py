@@ -21,6 +21,7 @@ from cluster.fan_out import PromptTooLong
 from cluster.fleet import ModelNotFound
 from cluster.generation import GenerationFailed
 from cluster.openai import ErrorBody, ErrorDetail
+from cluster.placing import RequestCondemned
 from cluster.preprocess import InvalidRequest
 from cluster.served_model import ModelNotReady
 from engine.errors import EngineLost, RequestRejected, ShoalError
@@ -80,6 +81,8 @@ def failure_of(error: Exception) -> Failure:
             logger.warning("engine lost: %s", error)
             text = "the engine of this model is not available; try again"
             return Failure(503, text, _SERVER, code="engine_unavailable")
+        case RequestCondemned():
+            return Failure(500, str(error), _SERVER, code="request_kills_engines")
         case GenerationFailed(reason=FinishReason.ABORT):
             return Failure(503, str(error), _SERVER, code="engine_unavailable")
         case GenerationFailed():

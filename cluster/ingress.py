@@ -26,7 +26,7 @@ from cluster.metrics import IngressMetrics
 from cluster.openai import AnswerHead, ModelCard, ModelList, SamplingRequest, now_s
 from cluster.preprocess import GenerationRequest
 from cluster.served_model import ModelReplaced, ServedModel, Started
-from configs.shoal import IngressConfig, RouterConfig
+from configs.shoal import FailoverConfig, IngressConfig, RouterConfig
 from engine.wire import LoadReport
 from replicas.directory import EngineState, model_state
 
@@ -44,10 +44,16 @@ class Ingress:
     def config(self) -> IngressConfig:
         return self._identity.settings.ingress
 
-    def configure(self, ingress: IngressConfig, router: RouterConfig) -> None:
+    def configure(
+        self,
+        ingress: IngressConfig,
+        router: RouterConfig,
+        failover: FailoverConfig | None = None,
+    ) -> None:
         """Takes over live settings; they count from the next request on."""
-        self._identity.settings.ingress = ingress
-        self._identity.settings.router = router
+        settings = self._identity.settings
+        settings.ingress, settings.router = ingress, router
+        settings.failover = failover or FailoverConfig()
         for model in self._fleet.models.values():
             model.router.configure(router)
 

@@ -5,6 +5,7 @@ failure apart; every change raises `version`, so that a reader who knows a versi
 after it. Time is passed in.
 """
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 import msgspec
@@ -154,6 +155,19 @@ class Directory:
             self.models,
             tuple(entry for entry, _ in self._engines.values()),
         )
+
+
+_MAX_EJECTED_SHARE = 4
+
+
+def ejected(engines: Iterable[EngineEntry]) -> set[str]:
+    """Of one model's engines, the replicas that are given up as stalled: at most a quarter of those
+    that should serve (stalled or ready) at once, but one at least. When more stall together the
+    cause is rather what they share, and to take them all out would only make it worse. The same for
+    whoever has the same list."""
+    serving = [e for e in engines if e.state in (EngineState.READY, EngineState.STALLED)]
+    stalled = sorted(e.replica_id for e in serving if e.state is EngineState.STALLED)
+    return set(stalled[: max(1, len(serving) // _MAX_EJECTED_SHARE)])
 
 
 _BEST_FIRST = (
