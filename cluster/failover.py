@@ -46,6 +46,11 @@ class ResumableStream:
         """Still to be yielded before it is cleared; 0: it is not on trial."""
         self._take(placed, index)
 
+    @property
+    def core_id(self) -> str:
+        """The engine that it is on, or was on when that was lost."""
+        return self._session.core_id
+
     def __aiter__(self) -> AsyncIterator[TokenItem]:
         return self
 

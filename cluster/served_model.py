@@ -49,6 +49,8 @@ class Started:
     tokenizer: Tokenizer
     decision: Decision
     fingerprint: str
+    streams: Sequence[ResumableStream] = ()
+    """Of each choice."""
 
 
 class ServedModel:
@@ -178,7 +180,7 @@ class ServedModel:
         ]
         tokenizer = self._preprocessor.tokenizer
         generation = Generation(prepared, streams, tokenizer, times, on_close)
-        return Started(generation, tokenizer, placed.decision, info.fingerprint)
+        return Started(generation, tokenizer, placed.decision, info.fingerprint, streams)
 
     # ------------------------------------------------------------ waiting for an engine
 

@@ -5,43 +5,26 @@ history: an output that equals `reference_output` was continued exactly."""
 
 import asyncio
 import contextlib
-import os
-import signal
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
-import msgspec
-
-from cluster.failover import ResumableStream
+from bench.failover.pool import Pool as EnginePool
+from bench.failover.pool import opened
 from cluster.generation import Generation
-from cluster.identity import IngressIdentity
 from cluster.postprocess import OutputDelta
 from cluster.preprocess import GenerationRequest, TokenPrompt
-from cluster.served_model import ServedModel, Started
-from cluster.tokenizer import Tokenizer
+from cluster.served_model import Started
 from configs.engine import CacheConfig, EngineConfig, SimulationConfig, TransportConfig
 from configs.shoal import FailoverConfig, IngressConfig
 from engine.client import EngineClient
-from engine.launcher import LocalEngine
 from engine.wire import SamplingParams
-from replicas.directory import EngineEntry, EngineState, ModelEntry
 from tests.engine.rig import reference_output
 
 SIMULATION = SimulationConfig(vocab_size=1000, max_model_len=4096, step_s=0.005)
 POISON = 0
 """The end token, which is never drawn here."""
 LEASE_S = 0.8
-
-
-class Letters:
-    """A tokenizer of one letter a token."""
-
-    special_ids: frozenset[int] = frozenset()
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return "".join(chr(97 + token_id % 26) for token_id in ids)
 
 
 def config(**simulation: Any) -> EngineConfig:
@@ -70,70 +53,12 @@ class Output:
         )
 
 
-class Pool:
-    """Engines by replica id, and the model that is served from them."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        self.config = config
-        self.identity = IngressIdentity.random()
-        self.engines: dict[str, LocalEngine] = {}
-        self.entries: dict[str, EngineEntry] = {}
-        self.killed: set[str] = set()
-        self._died: list[LocalEngine] = []
-        self.model = ServedModel(
-            ModelEntry("m", "none"), self.identity, lambda _: cast("Tokenizer", Letters())
-        )
+class Pool(EnginePool):
+    """As the benchmark's, with what tests ask of it."""
 
     def set(self, hold_s: float = 20.0, **failover: Any) -> None:
         self.identity.settings.ingress = IngressConfig(hold_s=hold_s)
         self.identity.settings.failover = FailoverConfig(**failover)
-
-    async def begin(self, *names: str) -> None:
-        """Starts engines, or starts them again, and says so."""
-        engines = [asyncio.to_thread(LocalEngine.start, self.config) for _ in names]
-        for name, engine in zip(names, await asyncio.gather(*engines), strict=True):
-            former = self.entries.get(name)
-            if former is not None:
-                self._died.append(self.engines[name])
-            restarts = former.restarts + 1 if former is not None else 0
-            self.engines[name] = engine
-            self.killed.discard(name)
-            self.entries[name] = EngineEntry(
-                name,
-                "m",
-                EngineState.READY,
-                endpoint=engine.endpoint,
-                restarts=restarts,
-                pid=engine.pid,
-            )
-        self.update()
-
-    def say(self, name: str, state: EngineState) -> None:
-        self.entries[name] = msgspec.structs.replace(self.entries[name], state=state)
-        self.update()
-
-    def update(self) -> None:
-        self.model.update(tuple(self.entries.values()), is_complete=True)
-
-    def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
-        os.kill(self.engines[name].pid, how)
-        if how is signal.SIGKILL:
-            self.killed.add(name)
-
-    async def num_dead(self) -> int:
-        """Engines that have died, and will of what runs now."""
-        await asyncio.sleep(0.3)
-        return sum(not engine.alive() for engine in self.engines.values())
-
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 10) -> float:
-        began_s = time.monotonic()
-        while not condition():
-            assert time.monotonic() < began_s + timeout_s, "it never came to that"
-            await asyncio.sleep(0.005)
-        return time.monotonic() - began_s
-
-    async def ready(self, count: int) -> None:
-        await self.until(lambda: self.model.is_ready and self.model.num_ready == count)
 
     async def start(
         self, prompt: Sequence[int], max_tokens: int = 100, *, name: str = "", **fields: Any
@@ -164,13 +89,6 @@ class Pool:
         self.model.placer.quarantine.check_integrity()
         self.model.router.check_integrity()
 
-    async def close(self) -> None:
-        await self.model.close()
-        for engine in (*self.engines.values(), *self._died):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(engine.pid, signal.SIGCONT)
-            await asyncio.to_thread(engine.stop, 1.0)
-
 
 def is_idle(client: EngineClient) -> bool:
     load = client.follower.load if client.follower is not None else None
@@ -182,14 +100,8 @@ async def serving(*names: str, **simulation: Any) -> AsyncIterator[Pool]:
     """A pool with these engines, ready."""
     pool = Pool(config(**simulation))
     pool.set()
-    async with asyncio.timeout(60):
-        try:
-            pool.model.open()
-            await pool.begin(*names)
-            await pool.ready(len(names))
-            yield pool
-        finally:
-            await pool.close()
+    async with asyncio.timeout(60), opened(pool, names):
+        yield pool
 
 
 async def read(generation: Generation, output: Output | None = None) -> Output:
@@ -212,5 +124,4 @@ async def read_some(generation: Generation, num_deltas: int) -> Output:
 
 def where(started: Started) -> set[str]:
     """The replicas that a request's choices are on."""
-    streams = cast("Sequence[ResumableStream]", started.generation._streams)
-    return {stream._session.entry.replica_id for stream in streams}
+    return {stream.core_id.partition("#")[0] for stream in started.streams}
