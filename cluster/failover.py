@@ -97,7 +97,7 @@ class ResumableStream:
         if self._trial_tokens or not placer.settings.failover.enabled:
             return
         # What the engine produces meanwhile stays unread, and is dropped if the move succeeds.
-        placed = await placer.try_elsewhere(self._wish(), self._session.core_id)
+        placed = await placer.try_elsewhere(self._wish(), self._session)
         if placed is not None:
             self._stream.abort()
             self._adopt(placed)

@@ -38,7 +38,7 @@ class Ingress:
         self._identity = identity
         self._created = now_s()
         self._fleet = Fleet(source, identity)
-        self._metrics = IngressMetrics(self._loads, self._held)
+        self._metrics = IngressMetrics(self._loads, self._held, self._moves)
 
     @property
     def config(self) -> IngressConfig:
@@ -182,6 +182,11 @@ class Ingress:
     def _held(self) -> Iterator[tuple[str, int]]:
         for name, model in self._fleet.models.items():
             yield name, model.num_held
+
+    def _moves(self) -> Iterator[tuple[str, str, int]]:
+        for name, model in self._fleet.models.items():
+            for kind in ("resumed", "moved", "condemned"):
+                yield name, kind, model.placer.counts[kind]
 
     async def metrics(self) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")

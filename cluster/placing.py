@@ -146,9 +146,14 @@ class Placer:
         counted = refusals if wish.is_new else [each for each in refusals if _has_died(each)]
         return len(counted) < self.settings.router.max_attempts
 
-    async def try_elsewhere(self, wish: Wish, here: str) -> Placed | None:
-        """Places what runs on the engine `here` on another one, if one takes it at once."""
-        tried = {here}
+    async def try_elsewhere(self, wish: Wish, here: EngineSession) -> Placed | None:
+        """Places what runs on the engine `here` on another one that runs the very same, if one
+        takes it at once."""
+        tried = {
+            core_id
+            for core_id, session in self._sessions.items()
+            if session is here or session.fingerprint != here.fingerprint
+        }
         while True:
             try:
                 decision = self._router.route(wish.route, exclude=tried)

@@ -43,6 +43,8 @@ class EngineSession:
         self.load: LoadReport | None = None
         self.incarnation_id = ""
         """Which life of which core this is; kept when the session has ended."""
+        self.fingerprint = ""
+        """Of what it runs; likewise."""
         self._is_ejected = False
         self._router = router
         self._identity = identity
@@ -138,6 +140,7 @@ class EngineSession:
         keys = self._router.add_replica(self.core_id, info.block_size)
         self.info = info
         self.incarnation_id = f"{self.core_id}/{info.incarnation}"
+        self.fingerprint = info.fingerprint
         self._update_router()
         self._on_change()
         return keys

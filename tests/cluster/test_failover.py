@@ -235,6 +235,7 @@ async def test_the_last_engine_is_waited_for(pool: Pool) -> None:
     reading = asyncio.ensure_future(read(started.generation, output))
     await pool.until(lambda: pool.model.num_held == 1)
     assert not reading.done()
+    assert len(pool.model.router.index) == 0, "its blocks are gone with it"
     await pool.begin("a")
     assert (await reading).tokens[0] == pool.expected([1, 2, 3])
 
