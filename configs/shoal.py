@@ -234,7 +234,7 @@ class FailoverConfig(Section):
         le=100,
     )
     probation_tokens: int = live(
-        4,
+        2,
         "Output tokens after which a request that was on an engine when it died is no longer "
         "suspected of having killed it. Until then it is the only suspect on its new engine, and "
         "fails if that dies too.",
