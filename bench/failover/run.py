@@ -17,6 +17,6 @@ async def _bench(quick: bool, progress: Callable[[str], None]) -> Figures:
     progress("one request that kills what computes it, among 50")
     figures |= await measure_poison(50, 60 if quick else 200)
     if not quick:
-        figures |= await measure_real("float32", 24, 160, 2, progress)
-        figures |= await measure_real("bfloat16", 24, 160, 2, progress)
+        figures |= await measure_real("float32", 24, 300, 2, progress)
+        figures |= await measure_real("bfloat16", 24, 300, 2, progress)
     return figures
