@@ -106,6 +106,7 @@ class ServedModel:
             is_known = is_complete or session.entry.replica_id in reported
             if is_known and core_id not in reachable:
                 del self.sessions[core_id]
+                self.router.remove_replica(core_id)
                 self._close_later(session, _end_of(session, reported))
         for core_id, entry in reachable.items():
             if core_id not in self.sessions:

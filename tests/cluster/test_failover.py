@@ -270,6 +270,20 @@ async def test_a_client_that_leaves_meanwhile_leaves_nothing(pool: Pool) -> None
 
 
 @with_engines("a", "b")
+async def test_an_engine_that_is_taken_out_is_not_chosen_from_then_on(pool: Pool) -> None:
+    started = await pool.start([1, 2, 3], 300)
+    output = await read_some(started.generation, 5)
+    (gone,) = where(started)
+    entry = pool.entries.pop(gone)
+    pool.update()
+    after = await pool.start([1, 2, 3], 300, name="after")
+    assert where(after) == set(pool.entries)
+    for one, had in ((started, output), (after, None)):
+        assert (await read(one.generation, had)).tokens[0] == pool.expected([1, 2, 3], 300)
+    pool.entries[gone] = entry
+
+
+@with_engines("a", "b")
 async def test_it_can_be_switched_off(pool: Pool) -> None:
     pool.set(enabled=False)
     started = await pool.start([1, 2, 3])
