@@ -2,8 +2,8 @@
 
 Invariant: what a stream yields is one output, each token once and in order, from however many
 attempts: a next attempt is added with exactly what was yielded, and whatever a former one has
-produced beyond that is dropped with it, never mixed in. Undisturbed, a token costs one list append
-more than `EngineStream` by itself.
+produced beyond that is dropped with it, never mixed in. Undisturbed, a token costs less
+than a microsecond more than with `EngineStream` by itself.
 """
 
 import time
@@ -83,8 +83,12 @@ class ResumableStream:
         if not placer.settings.failover.enabled:
             raise error
         wish = self._wish()
-        if not self._session.is_draining:
-            placer.lost(wish, error, self._end_of(error), on_trial)
+        num_new = len(self._output_ids) - self._num_brought
+        has_died = isinstance(error, EngineDied)
+        # What ends without a death counts only if it has led nowhere.
+        if not self._session.is_draining and (has_died or not num_new):
+            is_suspect = has_died and num_new < placer.settings.failover.probation_tokens
+            placer.lost(wish, self._end_of(error), is_suspect, on_trial)
         try:
             self._adopt(await placer.place(wish))
         except NowhereToGo:
@@ -105,15 +109,12 @@ class ResumableStream:
 
     def _wish(self) -> Wish:
         origin, request, output_ids = self._origin, self._request, self._output_ids
-        settings = origin.placer.settings
-        num_new = len(output_ids) - self._num_brought
         return Wish(
             self._route(),
             (replace(request, output_ids=tuple(output_ids)),),
             origin.case,
-            end_s=time.monotonic() + settings.ingress.hold_s,
+            end_s=time.monotonic() + origin.placer.settings.ingress.hold_s,
             attempt=self._stream.attempt + 1,
-            has_worked=num_new >= settings.failover.probation_tokens,
         )
 
     def _route(self) -> RouteRequest:

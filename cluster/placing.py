@@ -2,15 +2,12 @@
 
 Invariant: a request runs on one engine at a time. When `place` returns, that engine has accepted
 all of it; when it raises, nothing of it runs. A suspect (`cluster/suspects.py`) goes only where it
-may be on trial, in its turn: those that had delivered something on the engine that died come first,
-since what has worked before is less likely the cause than what had just begun.
+may be on trial, in its turn.
 """
 
 import asyncio
-import heapq
-import itertools
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -61,8 +58,6 @@ class Wish:
     is_new: bool = False
     """Nobody has been told yet that it runs: it may be refused for want of room."""
     is_suspect: bool = False
-    has_worked: bool = False
-    """It had delivered something where it was: what a suspect's turn depends on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +92,8 @@ class Placer:
         self._router = router
         self._sessions = sessions
         self._hold = hold
-        self._tickets = itertools.count()
-        self._queue: list[tuple[bool, int, int, asyncio.Future[None]]] = []
-        """Suspects that wait for their turn, the first on top."""
+        self._queue: deque[asyncio.Future[None]] = deque()
+        """Suspects that wait for their turn."""
 
     async def place(self, wish: Wish) -> Placed:
         """Chooses an engine and returns once it has accepted; another is asked if it does not, and
@@ -114,7 +108,6 @@ class Placer:
             raise
 
     async def _place(self, wish: Wish) -> Placed:
-        ticket = next(self._tickets)
         tried: set[str] = set()
         refusals: list[Exception] = []
         num_waited_for = 0
@@ -125,7 +118,7 @@ class Placer:
                 decision = self._router.route(wish.route, exclude=tried | self._closed_to(wish))
             except NoReplica:
                 is_refused = len(refusals) > num_waited_for
-                await self._wait(wish, ticket, refusals[-1] if is_refused else None)
+                await self._wait(wish, refusals[-1] if is_refused else None)
                 num_waited_for = len(refusals)
                 tried.clear()
                 continue
@@ -164,17 +157,17 @@ class Placer:
             except RequestRejected:
                 continue
 
-    def lost(self, wish: Wish, error: EngineLost, how: str, on_trial: bool) -> None:
+    def lost(self, wish: Wish, how: str, is_suspect: bool, on_trial: bool) -> None:
         """What `wish` is for has lost its engine through no wish of ours; `how` names that end.
         Raises `RequestCondemned`, or `DeathsUsedUp` when it has survived enough of them."""
-        wish.is_suspect = isinstance(error, EngineDied)
+        wish.is_suspect = is_suspect
         limit = self.settings.failover.max_failovers
-        verdict = self.quarantine.ended(wish.case, how, on_trial and wish.is_suspect, limit)
+        verdict = self.quarantine.ended(wish.case, how, on_trial and is_suspect, limit)
         if verdict is Verdict.CONDEMNED:
             self.counts["condemned"] += 1
             raise RequestCondemned
         if verdict is Verdict.WORN_OUT:
-            raise DeathsUsedUp(f"{len(wish.case.ends)} engines ended under a request: {error}")
+            raise DeathsUsedUp(f"{len(wish.case.ends)} engines ended under a request")
 
     def end_trial(self, case: Case) -> None:
         """One choice is on trial no more."""
@@ -212,13 +205,13 @@ class Placer:
 
     # ------------------------------------------------------------ waiting
 
-    async def _wait(self, wish: Wish, ticket: int, refusal: Exception | None) -> None:
+    async def _wait(self, wish: Wish, refusal: Exception | None) -> None:
         """Until it makes sense to ask all engines anew. Raises `refusal`, the last one if any, when
         it never will, or what `hold` does."""
         if wish.is_new and isinstance(refusal, RequestRejected):
             raise refusal
         if self._closed_to(wish):
-            await self._await_turn(wish, ticket)
+            await self._await_turn(wish)
             return
         if wish.is_suspect:
             self._call_next()  # The turn is not what this waits for.
@@ -227,10 +220,10 @@ class Placer:
         else:
             await _pause(wish.end_s, refusal)
 
-    async def _await_turn(self, wish: Wish, ticket: int) -> None:
+    async def _await_turn(self, wish: Wish) -> None:
         """Until there may be an engine without a trial."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._queue, (not wish.has_worked, ticket, next(self._tickets), turn))
+        self._queue.append(turn)
         try:
             await asyncio.wait({turn}, timeout=max(0.0, wish.end_s - time.monotonic()))
         finally:
@@ -242,7 +235,7 @@ class Placer:
     def _call_next(self) -> bool:
         """Lets the first of the queue look again; whether there was one."""
         while self._queue:
-            *_, turn = heapq.heappop(self._queue)
+            turn = self._queue.popleft()
             if not turn.done():
                 turn.set_result(None)
                 return True

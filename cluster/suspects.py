@@ -1,14 +1,19 @@
 """Which requests may have killed a core, and where such a one may run. Pure.
 
 Invariant: on a core there is at most one suspect on trial, so that a core which dies under a trial
-condemns exactly one request. So a request that kills whatever computes it kills two cores: the
-first makes it a suspect, among all that ran there; the second, where it is on trial, condemns it.
+condemns exactly one request.
 
-What distinguishes it from those that only ran beside it is how soon a core dies of it. It is added
-elsewhere with all that was delivered, so what killed the first core comes again within the few
-tokens that the first had computed and not yet delivered. A suspect that has delivered more than
-that on its trial has passed the place, and is cleared. Its choices are one suspect: what is wrong
-with one of them is wrong with all.
+What distinguishes a request that kills from those that only ran beside it is how soon a core dies
+of it: when it is computed there. Whatever had delivered some tokens since it came to a core
+(`failover.probation_tokens`, more than a core can compute without their being delivered) has passed
+that, and is no suspect when the core dies later. Whatever had not is one. It goes on trial: alone
+among suspects on a core, until it has delivered so much there. If that core dies too it is
+condemned, otherwise it is cleared. Its choices are one suspect: what is wrong with one of them is
+wrong with all.
+
+So a request that kills whatever computes its prompt kills two cores: the first makes it a suspect,
+the second condemns it. One that kills at a token far in its output has run well on the first, goes
+on with all that ran there, and is a suspect from the second on: it kills three.
 
 Which of several causes killed a core cannot be seen from here, so the rule may err, both ways. A
 machine that fails under a trial condemns a request that did nothing; a request that kills now and

@@ -234,10 +234,10 @@ class FailoverConfig(Section):
         le=100,
     )
     probation_tokens: int = live(
-        2,
-        "Output tokens after which a request that was on an engine when it died is no longer "
-        "suspected of having killed it. Until then it is the only suspect on its new engine, and "
-        "fails if that dies too.",
+        4,
+        "Output tokens that a request must have delivered on an engine not to be suspected when "
+        "that dies. A suspect is the only one on its next engine until it has delivered so many "
+        "there, and fails if that dies first.",
         ge=1,
         le=1024,
     )

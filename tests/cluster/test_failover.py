@@ -192,8 +192,8 @@ async def test_a_poisoned_request_kills_two_engines_and_nobody_else(pool: Pool) 
     assert await pool.num_dead() == 2
 
 
-def test_poison_that_comes_late_and_in_one_choice_kills_two() -> None:
-    """The token that kills is one that the request itself draws."""
+def test_poison_that_comes_late_and_in_one_choice_kills_three() -> None:
+    """The token that kills is one that the request itself draws, after it has run well."""
     prompt, num_choices = [11, 12], 3
     drawn = [
         reference_output(prompt, SamplingParams(max_tokens=60, seed=7, choice=choice), SIMULATION)
@@ -207,7 +207,7 @@ def test_poison_that_comes_late_and_in_one_choice_kills_two() -> None:
             started = await pool.start(prompt, 60, num_choices=num_choices)
             with pytest.raises(RequestCondemned):
                 await read(started.generation)
-            assert await pool.num_dead() == 2
+            assert await pool.num_dead() == 3
             await pool.assert_idle()
 
     asyncio.run(use())

@@ -20,6 +20,8 @@ class World:
         """Tokens that a core computes before the killer's fatal one, at most, and that its client
         may not have when it dies."""
         self.delivered = dict.fromkeys(range(num_requests), 0)
+        self.since = dict.fromkeys(range(num_requests), 0)
+        """What was delivered before it came to where it is."""
         self.place = {number: self.random.choice(self.cores) for number in range(num_requests)}
         self.trial_left: dict[int, int] = {}
         self.waiting: list[int] = []
@@ -36,7 +38,7 @@ class World:
             if number == 0 and self.delivered[0] >= self.fatal_at - self.random.randint(
                 0, self.lag
             ):
-                self.die(core)
+                self.die(core, probation)
                 continue
             self.delivered[number] += 1
             if number in self.trial_left:
@@ -46,7 +48,7 @@ class World:
                     self.quarantine.end(self.cases[number])
         self.readmit(probation)
 
-    def die(self, core: str) -> None:
+    def die(self, core: str, probation: int) -> None:
         self.num_killed += 1
         self.cores.remove(core)
         self.cores.append(f"c{self.born}")
@@ -59,8 +61,14 @@ class World:
                 self.quarantine.end(case)
             if self.quarantine.ended(case, core, on_trial, 100) is Verdict.CONDEMNED:
                 self.condemned.add(number)
-            else:
+            elif self.delivered[number] - self.since[number] < probation:
                 self.waiting.append(number)
+            else:
+                self.arrive(number, self.random.choice(self.cores))
+
+    def arrive(self, number: int, core: str) -> None:
+        self.place[number] = core
+        self.since[number] = self.delivered[number]
 
     def readmit(self, probation: int) -> None:
         for number in list(self.waiting):
@@ -71,7 +79,7 @@ class World:
                 core = self.random.choice(open_cores)
                 self.quarantine.begin(case, core)
                 self.trial_left[number] = probation
-                self.place[number] = core
+                self.arrive(number, core)
                 self.waiting.remove(number)
         self.quarantine.check_integrity()
 
@@ -83,13 +91,13 @@ class World:
     num_requests=st.integers(1, 40),
     lag=st.integers(0, 3),
 )
-def test_a_killer_kills_two_cores_and_only_it_is_condemned(
+def test_a_killer_kills_few_cores_and_only_it_is_condemned(
     seed: int, num_cores: int, num_requests: int, lag: int
 ) -> None:
     world = World(seed, num_cores, num_requests, lag)
     for _ in range(40 + 5 * num_requests):
         world.step(probation=4)
-    assert world.num_killed == 2
+    assert world.num_killed in ((2,) if world.fatal_at < 4 else (2, 3))
     assert world.condemned == {0}
     assert not world.waiting
     assert not world.trial_left
