@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from bench.cache.command import cache
+from bench.failover.command import failover
 from bench.scheduler.command import scheduler
 from bench.serve.command import serve
 
@@ -18,6 +19,7 @@ def bench() -> None:
 
 
 bench.add_command(cache)
+bench.add_command(failover)
 bench.add_command(scheduler)
 bench.add_command(serve)
 

@@ -85,7 +85,7 @@ class IngressReplica:
     async def reconfigure(self, live: dict[str, Any]) -> None:
         """`config`: the whole tree. What of it needs a restart has come by other ways."""
         config = ShoalConfig.model_validate(live["config"])
-        self._ingress.configure(config.ingress, config.router)
+        self._ingress.configure(config.ingress, config.router, config.failover)
         await self._directory.announce(tuple(map(model_entry, config.models)))
 
 

@@ -21,6 +21,7 @@ from cluster.fan_out import PromptTooLong
 from cluster.fleet import ModelNotFound
 from cluster.generation import GenerationFailed
 from cluster.openai import ErrorBody, ErrorDetail
+from cluster.placing import RequestCondemned
 from cluster.preprocess import InvalidRequest
 from cluster.served_model import ModelNotReady
 from engine.errors import EngineLost, RequestRejected, ShoalError
@@ -82,6 +83,8 @@ def failure_of(error: Exception) -> Failure:
             return Failure(503, text, _SERVER, code="engine_unavailable")
         case GenerationFailed(reason=FinishReason.QUEUE_TIMEOUT):
             return Failure(503, str(error), _SERVER, code="queue_timeout")
+        case RequestCondemned():
+            return Failure(500, str(error), _SERVER, code="request_kills_engines")
         case GenerationFailed(reason=FinishReason.ABORT):
             return Failure(503, str(error), _SERVER, code="engine_unavailable")
         case GenerationFailed():

@@ -6,16 +6,15 @@ and is called on every way out. A choice whose stop string is complete is aborte
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from cluster.postprocess import OutputDelta, Postprocessor, TextDecoder
 from cluster.preprocess import PreparedRequest
-from engine.attempt import EngineStream
 from engine.errors import ShoalError
-from engine.wire import Finish
+from engine.wire import Finish, TokenItem
 
 
 class GenerationFailed(ShoalError):
@@ -24,6 +23,18 @@ class GenerationFailed(ShoalError):
     def __init__(self, finish: Finish) -> None:
         super().__init__(finish.message or f"the engine ended the request: {finish.reason}")
         self.reason = finish.reason
+
+
+class TokenStream(Protocol):
+    """One choice of a request as it comes from an engine, or from several."""
+
+    async def __anext__(self) -> TokenItem: ...
+
+    def __aiter__(self) -> AsyncIterator[TokenItem]: ...
+
+    def abort(self) -> None:
+        """Ends it. Harmless when it has ended."""
+        ...
 
 
 @dataclass(slots=True)
@@ -67,7 +78,7 @@ class Generation:
     def __init__(
         self,
         prepared: PreparedRequest,
-        streams: list[EngineStream],
+        streams: Sequence[TokenStream],
         decoder: TextDecoder,
         times: RequestTimes | None = None,
         on_close: Callable[["Generation"], None] = lambda generation: None,
@@ -96,7 +107,7 @@ class Generation:
         """The next output of any choice with its index; None when all have ended. May be cancelled
         without loss.
 
-        Raises `EngineLost`, or `GenerationFailed` when the engine gives a choice up."""
+        Raises what its streams do, or `GenerationFailed` when the engine gives a choice up."""
         if len(self._streams) == 1:
             delta = await self._next_of(0)
             return None if delta is None else (0, delta)

@@ -4,7 +4,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Self
 
-from configs.shoal import IngressConfig, RouterConfig
+from configs.shoal import FailoverConfig, IngressConfig, RouterConfig
 from engine.curve import CurveKeys
 
 
@@ -14,6 +14,7 @@ class LiveSettings:
 
     ingress: IngressConfig = field(default_factory=IngressConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
+    failover: FailoverConfig = field(default_factory=FailoverConfig)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from cluster.metrics import IngressMetrics
 from cluster.openai import AnswerHead, ModelCard, ModelList, SamplingRequest, now_s
 from cluster.preprocess import GenerationRequest
 from cluster.served_model import ModelReplaced, ServedModel, Started
-from configs.shoal import IngressConfig, RouterConfig
+from configs.shoal import FailoverConfig, IngressConfig, RouterConfig
 from engine.wire import LoadReport
 from replicas.directory import EngineState, model_state
 
@@ -38,16 +38,22 @@ class Ingress:
         self._identity = identity
         self._created = now_s()
         self._fleet = Fleet(source, identity)
-        self._metrics = IngressMetrics(self._loads, self._held)
+        self._metrics = IngressMetrics(self._loads, self._held, self._moves)
 
     @property
     def config(self) -> IngressConfig:
         return self._identity.settings.ingress
 
-    def configure(self, ingress: IngressConfig, router: RouterConfig) -> None:
+    def configure(
+        self,
+        ingress: IngressConfig,
+        router: RouterConfig,
+        failover: FailoverConfig | None = None,
+    ) -> None:
         """Takes over live settings; they count from the next request on."""
-        self._identity.settings.ingress = ingress
-        self._identity.settings.router = router
+        settings = self._identity.settings
+        settings.ingress, settings.router = ingress, router
+        settings.failover = failover or FailoverConfig()
         for model in self._fleet.models.values():
             model.router.configure(router)
 
@@ -176,6 +182,11 @@ class Ingress:
     def _held(self) -> Iterator[tuple[str, int]]:
         for name, model in self._fleet.models.items():
             yield name, model.num_held
+
+    def _moves(self) -> Iterator[tuple[str, str, int]]:
+        for name, model in self._fleet.models.items():
+            for kind in ("resumed", "moved", "condemned"):
+                yield name, kind, model.placer.counts[kind]
 
     async def metrics(self) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")

@@ -7,7 +7,7 @@ names come from the configuration, never from a client.
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -25,12 +25,15 @@ class IngressMetrics:
         self,
         loads: Callable[[], Iterable[tuple[str, str, LoadReport]]],
         held: Callable[[], Iterable[tuple[str, int]]],
+        moves: Callable[[], Iterable[tuple[str, str, int]]],
     ) -> None:
-        """`loads` yields (model, engine, report) of every engine with a session; `held` yields
-        (model, requests that wait for an engine to come)."""
+        """`loads` yields (model, engine, report) of every engine with a session, `held` (model,
+        requests that wait for an engine to come), `moves` (model, kind, count) as `Placer.counts`
+        has them."""
         self._registry = CollectorRegistry()
         self._registry.register(_EngineLoads(loads))
         self._registry.register(_Held(held))
+        self._registry.register(_Moves(moves))
         self._requests = Counter(
             "shoal_requests", "Requests by status.", ("model", "status"), registry=self._registry
         )
@@ -111,4 +114,18 @@ class _Held(Collector):
         family = GaugeMetricFamily("shoal_held_requests", text, labels=("model",))
         for model, count in self._held():
             family.add_metric((model,), count)
+        yield family
+
+
+class _Moves(Collector):
+    """Streams that went on elsewhere, and requests that were given up for killing engines."""
+
+    def __init__(self, moves: Callable[[], Iterable[tuple[str, str, int]]]) -> None:
+        self._moves = moves
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Streams resumed after a death, moved off a draining engine; requests condemned."
+        family = CounterMetricFamily("shoal_failovers", text, labels=("model", "kind"))
+        for model, kind, count in self._moves():
+            family.add_metric((model, kind), count)
         yield family

@@ -171,7 +171,8 @@ class Postprocessor:
 
     def push(self, item: TokenItem) -> OutputDelta:
         """Text, tokens and end that `item` adds. Tokens past a stop string are dropped."""
-        self.cached_tokens = max(self.cached_tokens, item.cached_tokens)
+        if not self.num_tokens:  # Of an attempt elsewhere they would count output as well.
+            self.cached_tokens = item.cached_tokens
         finish = item.finish
         parts: list[str] = []
         tokens: list[OutputToken] = []

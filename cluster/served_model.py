@@ -2,39 +2,42 @@
 
 Invariant: models share nothing but the process. One that cannot be loaded, or has no engine, says
 so to its own clients; the others never notice. A request waits for an engine that is on its way
-(`ingress.hold_s`), and fails at once when none is.
+(`ingress.hold_s`), and fails at once when none is. What runs on an engine that dies or drains goes
+on elsewhere (`cluster/failover.py`).
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cache.keys import key_root
+from cluster.failover import Origin, ResumableStream
 from cluster.generation import Generation, RequestTimes
 from cluster.identity import IngressIdentity
-from cluster.preprocess import GenerationRequest, ModelLimits, PreparedRequest, Preprocessor
-from cluster.routing.decision import Decision, NoReplica, RouteRequest
+from cluster.placing import NowhereToGo, Placer, Wish
+from cluster.preprocess import GenerationRequest, ModelLimits, Preprocessor
+from cluster.routing.decision import Decision, RouteRequest
 from cluster.routing.router import Router
 from cluster.session import EngineSession
+from cluster.suspects import Case
 from cluster.tokenizer import Tokenizer
-from engine.attempt import EngineStream
-from engine.errors import EngineLost, RequestRejected, ShoalError
+from engine.errors import EngineDied, EngineLost
 from engine.models.resolve import resolve_tokenizer
-from engine.wire import HelloReply, RejectCode
-from replicas.directory import EngineEntry, EngineState, ModelEntry
+from engine.wire import HelloReply
+from replicas.directory import EngineEntry, EngineState, ModelEntry, ejected
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 5.0
 
 
-class ModelNotReady(ShoalError):
+class ModelNotReady(NowhereToGo):
     """The model is known, but no engine can take a request for it now."""
 
 
-class ModelReplaced(ShoalError):
+class ModelReplaced(NowhereToGo):
     """The model's name stands for something else now: ask the fleet again."""
 
 
@@ -46,6 +49,8 @@ class Started:
     tokenizer: Tokenizer
     decision: Decision
     fingerprint: str
+    streams: Sequence[ResumableStream] = ()
+    """Of each choice."""
 
 
 class ServedModel:
@@ -65,6 +70,7 @@ class ServedModel:
         """By core id, which is what the router knows an engine by."""
         self.num_held = 0
         """Requests that wait for an engine."""
+        self.placer = Placer(self.router, self.sessions, identity.settings, self._hold)
         self._identity = identity
         self._load_tokenizer = load_tokenizer or _load_tokenizer
         self._preprocessor: Preprocessor | None = None
@@ -93,19 +99,21 @@ class ServedModel:
         """Takes over which engines there are. If the list `is_complete`, those that are not on it
         are gone; else only those that it says otherwise of."""
         self._engines = engines
-        reported = {entry.replica_id for entry in engines}
+        reported = {entry.replica_id: entry for entry in engines}
+        gone = ejected(engines)
         reachable = {entry.core_id: entry for entry in engines if entry.is_reachable}
         for core_id, session in list(self.sessions.items()):
             is_known = is_complete or session.entry.replica_id in reported
             if is_known and core_id not in reachable:
                 del self.sessions[core_id]
-                self._close_later(session)
+                self.router.remove_replica(core_id)
+                self._close_later(session, _end_of(session, reported))
         for core_id, entry in reachable.items():
             if core_id not in self.sessions:
                 session = EngineSession(entry, self.router, self._identity, self._note_change)
                 self.sessions[core_id] = session
                 session.open()
-            self.sessions[core_id].update(entry)
+            self.sessions[core_id].update(entry, entry.replica_id in gone)
         self._note_change()
 
     def retire(self) -> None:
@@ -128,8 +136,8 @@ class ServedModel:
         info = self._known_info()
         return info.max_model_len if info is not None else None
 
-    def _close_later(self, session: EngineSession) -> None:
-        task = asyncio.create_task(session.close())
+    def _close_later(self, session: EngineSession, error: EngineLost) -> None:
+        task = asyncio.create_task(session.close(error))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
@@ -154,60 +162,32 @@ class ServedModel:
         Raises what `Preprocessor.prepare` does, `RequestRejected`, or `ModelNotReady`."""
         end_s = time.monotonic() + self._identity.settings.ingress.hold_s
         while self._preprocessor is None or (info := self._known_info()) is None:
-            await self._hold(end_s)
+            await self._hold(end_s, is_new=True)
         times = RequestTimes()
         domain = request.cache_domain
         root = key_root(self._identity.secret, info.fingerprint, domain, info.block_size)
         prepared = await self._preprocessor.prepare(request_id, request, ModelLimits.of(info), root)
-        sampling = prepared.choices[0].sampling
-        route = RouteRequest(
-            request_id, prepared.block_keys, prepared.num_prompt_tokens, sampling.max_tokens
-        )
+        max_tokens = prepared.choices[0].sampling.max_tokens
+        keys = prepared.block_keys
+        route = RouteRequest(request_id, keys, prepared.num_prompt_tokens, max_tokens)
         times.prepared_s = time.perf_counter()
-        decision, streams = await self._place(route, prepared, times, end_s)
-        times.accepted_s = time.perf_counter()
-        generation = Generation(prepared, streams, self._preprocessor.tokenizer, times, on_close)
-        return Started(generation, self._preprocessor.tokenizer, decision, info.fingerprint)
-
-    async def _place(
-        self, route: RouteRequest, prepared: PreparedRequest, times: RequestTimes, end_s: float
-    ) -> tuple[Decision, list[EngineStream]]:
-        """Chooses an engine and returns once it has accepted; another one is asked if it does not,
-        and one that is on its way is waited for until `end_s`."""
-        tried: set[str] = set()
-        num_attempts = 0
-        refusal: Exception | None = None
-        while num_attempts < self._identity.settings.router.max_attempts:
-            try:
-                if self._is_retired:
-                    raise ModelReplaced("the model was replaced")
-                decision = self.router.route(route, exclude=tried)
-            except NoReplica:
-                if isinstance(refusal, RequestRejected):
-                    raise refusal from None
-                await self._hold(end_s)
-                tried.clear()
-                continue
-            tried.add(decision.replica_id)
-            times.routed_s = time.perf_counter()
-            try:
-                session = self.sessions[decision.replica_id]
-                return decision, await session.start(prepared.choices, decision)
-            except EngineLost as error:
-                num_attempts, refusal = num_attempts + 1, error
-            except RequestRejected as error:
-                if error.code is RejectCode.OVERLOADED:
-                    num_attempts, refusal = num_attempts + 1, error
-                elif error.code is not RejectCode.DRAINING:
-                    raise
-        assert refusal is not None
-        raise refusal
+        wish = Wish(route, prepared.choices, Case(), end_s, is_new=True)
+        placed = await self.placer.place(wish)
+        times.routed_s, times.accepted_s = placed.routed_s, time.perf_counter()
+        origin = Origin(self.placer, root, keys, wish.case)
+        streams = [
+            ResumableStream(origin, choice, placed, index)
+            for index, choice in enumerate(prepared.choices)
+        ]
+        tokenizer = self._preprocessor.tokenizer
+        generation = Generation(prepared, streams, tokenizer, times, on_close)
+        return Started(generation, tokenizer, placed.decision, info.fingerprint, streams)
 
     # ------------------------------------------------------------ waiting for an engine
 
-    async def _hold(self, end_s: float) -> None:
+    async def _hold(self, end_s: float, is_new: bool) -> None:
         """Until something has changed that may help. Raises `ModelNotReady` when nothing will, or
-        at `end_s`, and `ModelReplaced`."""
+        at `end_s`, and `ModelReplaced`. What runs already is held however many are."""
         if self._is_retired:
             raise ModelReplaced("the model was replaced")
         name = self.entry.name
@@ -218,7 +198,7 @@ class ServedModel:
         if patience_s <= 0:
             text = "is still loading" if self._preprocessor is None else "has no engine ready"
             raise ModelNotReady(f"model {name} {text} after {settings.hold_s:g} s")
-        if self.num_held >= settings.max_held:
+        if is_new and self.num_held >= settings.max_held:
             raise ModelNotReady(f"{self.num_held} requests wait for an engine of model {name}")
         self.num_held += 1
         try:
@@ -238,6 +218,11 @@ class ServedModel:
     def _note_change(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+        self.placer.note_change()
+        for session in self.sessions.values():
+            if session.is_draining:
+                # There may be an engine now that takes what runs there.
+                session.ask_to_move()
 
     # ------------------------------------------------------------ tokenizer
 
@@ -254,6 +239,14 @@ class ServedModel:
                 self._preprocessor = Preprocessor(tokenizer)
                 self.failure = ""
             self._note_change()
+
+
+def _end_of(session: EngineSession, reported: Mapping[str, EngineEntry]) -> EngineLost:
+    """Why a session ends that the directory no longer has: a core that failed is still on it, by
+    its replica, one that was taken out in order is not."""
+    if session.is_draining or session.entry.replica_id not in reported:
+        return EngineLost(f"engine {session.core_id} was taken out")
+    return EngineDied(f"engine {session.core_id} has ended")
 
 
 def _load_tokenizer(source: str) -> Tokenizer:

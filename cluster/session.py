@@ -14,7 +14,7 @@ from cluster.routing.decision import Decision
 from cluster.routing.router import Router
 from engine.attempt import EngineRequest, EngineStream
 from engine.client import EngineClient
-from engine.errors import EngineLost
+from engine.errors import EngineDied, EngineLost
 from engine.wire import HelloReply, LoadReport
 from replicas.directory import EngineEntry, EngineState
 
@@ -41,6 +41,11 @@ class EngineSession:
         self.info: HelloReply | None = None
         """What the engine says of itself; None while there is no session."""
         self.load: LoadReport | None = None
+        self.incarnation_id = ""
+        """Which life of which core this is; kept when the session has ended."""
+        self.fingerprint = ""
+        """Of what it runs; likewise."""
+        self._is_ejected = False
         self._router = router
         self._identity = identity
         self._on_change = on_change
@@ -50,21 +55,38 @@ class EngineSession:
     def open(self) -> None:
         self._connecting = asyncio.create_task(self._connect())
 
-    async def close(self) -> None:
+    async def close(self, error: EngineLost | None = None) -> None:
+        """Ends the session; what runs on the engine raises `error`."""
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.gather(self._connecting, return_exceptions=True)
         if self._client is not None:
-            await self._client.close()
+            await self._client.close(error)
 
-    def update(self, entry: EngineEntry) -> None:
-        """Takes over its state: a draining engine goes on with what it has, and gets no more."""
+    def update(self, entry: EngineEntry, is_ejected: bool) -> None:
+        """Takes over its state: a draining engine gets no more, and what it has moves if it can; an
+        ejected one is given up, whether or not it still answers."""
         self.entry = entry
+        was_ejected, self._is_ejected = self._is_ejected, is_ejected
         self._update_router()
+        if is_ejected and not was_ejected and self._client is not None:
+            self._client.fail_streams(EngineDied(f"engine {self.core_id} has stalled"))
+
+    @property
+    def is_draining(self) -> bool:
+        return self.entry.state is EngineState.DRAINING
+
+    def ask_to_move(self) -> None:
+        """Has every stream on the engine try to go on elsewhere."""
+        if self._client is not None:
+            self._client.ask_to_move()
 
     def _update_router(self) -> None:
         if self.info is not None:
-            is_routable = self.entry.state is EngineState.READY and self._client is not None
+            in_order = self.entry.state is EngineState.READY or (
+                self.entry.state is EngineState.STALLED and not self._is_ejected
+            )
+            is_routable = in_order and self._client is not None
             self._router.set_routable(self.core_id, is_routable)
 
     async def start(
@@ -117,6 +139,8 @@ class EngineSession:
         self._router.remove_replica(self.core_id)
         keys = self._router.add_replica(self.core_id, info.block_size)
         self.info = info
+        self.incarnation_id = f"{self.core_id}/{info.incarnation}"
+        self.fingerprint = info.fingerprint
         self._update_router()
         self._on_change()
         return keys

@@ -170,6 +170,11 @@ class SimulationConfig(Section):
     eos_period: int = restart(
         0, "One token in this many is the end token; 0: never.", ge=0, le=1 << 20
     )
+    poison_token_id: Annotated[int, Field(ge=0, lt=1 << 20)] | None = restart(
+        None,
+        "For tests of failover: computing this token kills the engine's process, as a request does "
+        "that a driver or kernel cannot take; none: nothing does.",
+    )
 
 
 class EngineConfig(Section):

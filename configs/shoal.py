@@ -219,6 +219,30 @@ class RouterConfig(Section):
     )
 
 
+class FailoverConfig(Section):
+    """What becomes of a stream whose engine dies, hangs or drains."""
+
+    enabled: bool = live(
+        True,
+        "Go on elsewhere with the output so far. False: a stream ends with its engine, and a drain "
+        "waits for what runs.",
+    )
+    max_failovers: int = live(
+        2,
+        "Deaths of engines that one request may survive; leaving a draining one does not count.",
+        ge=0,
+        le=100,
+    )
+    probation_tokens: int = live(
+        4,
+        "Output tokens that a request must have delivered on an engine not to be suspected when "
+        "that dies. A suspect is the only one on its next engine until it has delivered so many "
+        "there, and fails if that dies first.",
+        ge=1,
+        le=1024,
+    )
+
+
 class RegistryConfig(Section):
     """The directory of engines, keys and live settings."""
 
@@ -241,6 +265,7 @@ class ShoalConfig(Section):
     )
     ingress: IngressConfig = Field(default_factory=IngressConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
+    failover: FailoverConfig = Field(default_factory=FailoverConfig)
     registry: RegistryConfig = Field(default_factory=RegistryConfig)
     cluster_secret_file: str | None = restart(
         None,

@@ -34,6 +34,10 @@ class EngineRequest:
     retention: Retention = Retention.NORMAL
 
 
+class MoveAsked(Exception):
+    """In place of the next output: the attempt should go on elsewhere if it can. It runs on."""
+
+
 class StreamOwner(Protocol):
     """The client that a stream belongs to."""
 
@@ -60,6 +64,7 @@ class EngineStream:
         self._error: Exception | None = None
         self._accepted = False
         self._ended = False
+        self._is_asked_to_move = False
         self._waiter: asyncio.Future[None] | None = None
 
     def __aiter__(self) -> AsyncIterator[TokenItem]:
@@ -71,8 +76,16 @@ class EngineStream:
                 raise self._error
             if self._ended:
                 raise StopAsyncIteration
+            if self._is_asked_to_move:
+                self._is_asked_to_move = False
+                raise MoveAsked
             await self._wait()
         return self._items.popleft()
+
+    def ask_to_move(self) -> None:
+        """Once all that has arrived is read, `MoveAsked` is raised, once."""
+        self._is_asked_to_move = True
+        self._wake()
 
     def abort(self) -> None:
         """Ends the attempt here and in the engine. Harmless when it has ended."""

@@ -21,7 +21,7 @@ from cache.events import KeySet
 from engine import wire
 from engine.attempt import EngineRequest, EngineStream
 from engine.curve import CurveKeys, connect, is_curve, transport_address
-from engine.errors import EngineLost, RequestRejected
+from engine.errors import EngineDied, EngineLost, EngineSilent, RequestRejected
 from engine.stream import Need, StreamFollower
 from engine.wire import RefuseCode, RejectCode
 
@@ -187,12 +187,24 @@ class EngineClient:
         self._send_frame(frame)
         return stream
 
-    async def close(self) -> None:
-        """Ends the session; the engine aborts what still runs for it."""
+    def ask_to_move(self) -> None:
+        """Has every stream of the session raise `MoveAsked`."""
+        for stream in self._streams.values():
+            stream.ask_to_move()
+
+    def fail_streams(self, error: EngineLost) -> None:
+        """Ends every attempt here, and in the engine should it hear of it."""
+        for stream in list(self._streams.values()):
+            self.abort_stream(stream)
+            stream.fail(type(error)(str(error)))
+
+    async def close(self, error: EngineLost | None = None) -> None:
+        """Ends the session; the engine aborts what still runs for it, and its streams raise
+        `error`."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._lose("the client was closed")
+        self._lose(error or EngineLost("the client was closed"))
         if self._requests.closed:
             return
         loop = asyncio.get_running_loop()
@@ -242,7 +254,8 @@ class EngineClient:
                 continue
             silence_s = loop.time() - self._heard_s
             if silence_s > self.info.lease_s:
-                self._lose(f"engine at {self.endpoint} has been silent for {silence_s:.1f} s")
+                text = f"engine at {self.endpoint} has been silent for {silence_s:.1f} s"
+                self._lose(EngineSilent(text))
                 continue
             self._send(wire.Heartbeat())
             self._repair_stream()
@@ -285,7 +298,8 @@ class EngineClient:
         if event & _HANDSHAKE_FAILED:
             self._on_handshake_failed(event, value)
         elif self.info is not None:
-            self._lose(f"the connection to the engine at {self.endpoint} has broken")
+            text = f"the connection to the engine at {self.endpoint} has broken"
+            self._lose(EngineDied(text))
 
     def _on_handshake_failed(self, event: int, value: int) -> None:
         if not is_curve(self.endpoint):
@@ -370,12 +384,13 @@ class EngineClient:
         logger.warning("engine at %s: %s: %s", self.endpoint, message.code, message.message)
         self._refusal = message.message
         if message.code in (RefuseCode.NO_SESSION, RefuseCode.VERSION):
-            self._lose(f"engine at {self.endpoint} closed the session: {message.message}")
+            text = f"engine at {self.endpoint} closed the session: {message.message}"
+            self._lose(EngineLost(text))
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, error: EngineLost) -> None:
         if self.info is not None and self._observer is not None:
-            self._observer.session_lost(reason)
+            self._observer.session_lost(str(error))
         self.info = None
         self.follower = None
         for stream in list(self._streams.values()):
-            stream.fail(EngineLost(reason))
+            stream.fail(type(error)(str(error)))  # Raised once each: a traceback is its own.

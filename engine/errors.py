@@ -29,3 +29,12 @@ class RequestRejected(ShoalError):
 class EngineLost(ShoalError):
     """The engine died, restarted, or no longer knows this ingress: the attempt is over, the request
     can be added elsewhere with its output so far."""
+
+
+class EngineDied(EngineLost):
+    """Its process has ended, or it hangs: something that it computed may be the cause."""
+
+
+class EngineSilent(EngineDied):
+    """Nothing has been heard of it for longer than its lease. It may have been gone for all that
+    time: what it had not accepted is not the cause."""

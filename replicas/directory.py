@@ -5,6 +5,7 @@ failure apart; every change raises `version`, so that a reader who knows a versi
 after it. Time is passed in.
 """
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 import msgspec
@@ -39,6 +40,8 @@ class EngineEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     restarts: int = 0
     last_error: str = ""
     """Why the core before this one ended."""
+    was_stalled: bool = False
+    """That one was ejected as stalled, and this one is not ready yet."""
 
     @property
     def core_id(self) -> str:
@@ -122,6 +125,13 @@ class Directory:
         if self._engines.pop(replica_id, None) is not None:
             self.version += 1
 
+    def may_eject(self, replica_id: str) -> bool:
+        """Whether a stalled engine is to be given up now. Unknown ones are."""
+        if replica_id not in self._engines:
+            return True
+        model = self._engines[replica_id][0].model
+        return replica_id in ejected(e for e, _ in self._engines.values() if e.model == model)
+
     def expire(self, now: float) -> None:
         """Removes engines whose lease has run out; but the last of a model, if it failed, stays for
         the reason it gave, until another reports."""
@@ -154,6 +164,24 @@ class Directory:
             self.models,
             tuple(entry for entry, _ in self._engines.values()),
         )
+
+
+_MAX_EJECTED_SHARE = 4
+
+
+def ejected(engines: Iterable[EngineEntry]) -> set[str]:
+    """Of one model's engines, the replicas to give up as stalled.
+
+    At most a quarter of those that should serve are ejected at once, but one at least: when more
+    stall together the cause is rather what they share, and to take them all out would only make it
+    worse. One that was ejected counts until its next core is ready; what drains or has died by
+    itself does not. The same for whoever has the same list."""
+    engines = list(engines)
+    out = sum(each.was_stalled for each in engines)
+    serving = [e for e in engines if e.state in (EngineState.READY, EngineState.STALLED)]
+    stalled = sorted(e.replica_id for e in serving if e.state is EngineState.STALLED)
+    most = max(1, (len(serving) + out) // _MAX_EJECTED_SHARE)
+    return set(stalled[: max(0, most - out)])
 
 
 _BEST_FIRST = (

@@ -54,6 +54,10 @@ class Registry:
         self._directory.withdraw(replica_id)
         self._wake()
 
+    async def may_eject(self, replica_id: str) -> bool:
+        """See `Directory.may_eject`."""
+        return self._directory.may_eject(replica_id)
+
     async def view(self) -> DirectoryView:
         self._directory.expire(time.monotonic())
         return self._directory.view()

@@ -1,6 +1,7 @@
-"""How often a core may be restarted, and whether a step has stalled. Pure; time is passed in."""
+"""How often a core may be restarted, and whether it has stalled. Pure; time is passed in."""
 
 from collections import deque
+from collections.abc import Mapping
 
 
 class RestartBudget:
@@ -19,6 +20,23 @@ class RestartBudget:
         return True
 
 
-def has_stalled(step_age_s: float, usual_step_s: float, stall_s: float) -> bool:
-    """Whether a step has run for too long: beyond `stall_s` and five times the usual."""
-    return step_age_s > max(stall_s, 5 * usual_step_s)
+class StallWatch:
+    """Looks at one core's own figures, again and again."""
+
+    def __init__(self) -> None:
+        self._last: tuple[float, bool] | None = None
+        self._since_s = 0.0
+        """When it was first seen with this many steps behind it, and with work."""
+
+    def look(self, now: float, stats: Mapping[str, float], stall_s: float) -> str:
+        """Why it counts as stalled; empty if it does not. `stats` is `EngineCore.stats`."""
+        patience_s = max(stall_s, 5 * stats["step_s"])
+        if stats["step_age_s"] > patience_s:
+            return f"a step has run for {stats['step_age_s']:.0f} s"
+        has_work = stats["running"] + stats["waiting"] > 0
+        seen = stats["steps"], has_work
+        if not has_work or stats["step_age_s"] or seen != self._last:
+            self._last, self._since_s = seen, now
+        if now - self._since_s > patience_s:
+            return f"it has work, and has made no step for {now - self._since_s:.0f} s"
+        return ""

@@ -28,7 +28,7 @@ from replicas.engine_actor import EngineActor, EngineProgress
 from replicas.load_window import LoadWindow
 from replicas.metrics import EngineGauges
 from replicas.registry import ensure_registry
-from replicas.restarts import RestartBudget, has_stalled
+from replicas.restarts import RestartBudget, StallWatch
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,10 @@ class EngineSupervisor:
             )
             # One that comes back at once has not failed to those who wait for it.
             state = EngineState.LOADING if can_restart and has_served else EngineState.FAILED
-            await self._change(state, reason, endpoint="", pid=0, last_error=reason)
+            has_stalled = self._entry.state is EngineState.STALLED
+            await self._change(
+                state, reason, endpoint="", pid=0, last_error=reason, was_stalled=has_stalled
+            )
             await self._stop_core()
             if not can_restart:
                 self._exhausted = reason
@@ -200,7 +203,10 @@ class EngineSupervisor:
             phase = progress.phases[-1][0] if progress.phases else "process"
             if progress.endpoint:
                 await self._change(
-                    EngineState.READY, "", endpoint=progress.endpoint, pid=progress.pid
+                    EngineState.READY,
+                    endpoint=progress.endpoint,
+                    pid=progress.pid,
+                    was_stalled=False,
                 )
                 self._settled.set()
                 return
@@ -210,28 +216,45 @@ class EngineSupervisor:
             await asyncio.wait({ended}, timeout=supervision.poll_interval_s)
 
     async def _watch(self, ended: "asyncio.Future[str]") -> NoReturn:
+        watch = StallWatch()
         while True:
             supervision = self._model.supervision
             await asyncio.wait({ended}, timeout=supervision.poll_interval_s)
             stats = await self._ask("stats", ended, supervision.stall_s)
             self._window.add(time.monotonic(), stats)
             self._gauges.set(self._window.signals(), stats)
-            if has_stalled(stats["step_age_s"], stats["step_s"], supervision.stall_s):
-                reason = f"a step has run for {stats['step_age_s']:.0f} s"
-                await self._change(EngineState.STALLED, reason)
-                raise CoreEnded(f"stalled: {reason}")
+            reason = watch.look(time.monotonic(), stats, supervision.stall_s)
+            if reason:
+                await self._eject(reason)
+            elif self._entry.state is EngineState.STALLED:
+                await self._change(EngineState.READY)
+
+    async def _eject(self, reason: str) -> None:
+        """Says that the core has stalled, and raises `CoreEnded` unless too many have: then it may
+        yet come back."""
+        await self._change(EngineState.STALLED, reason)
+        # One that nobody can be asked about goes.
+        may_eject = True
+        with contextlib.suppress(Exception):
+            asked = _call(self._registry, "may_eject", self._replica_id)
+            may_eject = await asyncio.wait_for(asked, _REPORT_INTERVAL_S)
+        if may_eject:
+            raise CoreEnded(f"stalled: {reason}")
 
     async def _ask(self, method: str, ended: "asyncio.Future[str]", timeout_s: float) -> Any:
         """Calls the core's actor. Raises `CoreEnded` if it is gone, or silent for `timeout_s`."""
         answer = asyncio.ensure_future(_call(self._core, method))
-        await asyncio.wait({answer, ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if ended.done():
-            answer.cancel()
-            raise CoreEnded(ended.result())
-        if not answer.done():
-            answer.cancel()
-            await self._change(EngineState.STALLED, "its process does not answer")
-            raise CoreEnded(f"its process has not answered for {timeout_s:g} s")
+        try:
+            while not answer.done():
+                await asyncio.wait(
+                    {answer, ended}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if ended.done():
+                    raise CoreEnded(ended.result())
+                if not answer.done():
+                    await self._eject(f"its process has not answered for {timeout_s:g} s")
+        finally:
+            answer.cancel()  # Harmless when it is there.
         try:
             return answer.result()
         except ray.exceptions.RayError as error:

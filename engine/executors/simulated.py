@@ -2,9 +2,13 @@
 
 Invariant: its next token is a hash of the whole history, the seed and the position, where the
 history is read back from the simulated KV blocks. So one wrong token, one block that another
-request overwrote, or one falsely shared prefix spoils everything after it, and a test sees it.
+request overwrote, or one falsely shared prefix spoils everything after it, and a test sees it. With
+`poison_token_id` the process dies by SIGKILL at the end of the step that computes that token, and
+with it all that runs there.
 """
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from hashlib import blake2b
@@ -83,6 +87,7 @@ class SimulatedExecutor:
         # As large as it says that KV is; of each token's the first eight bytes are used.
         self._host = np.zeros((num_slots, size, _KV_BYTES_PER_TOKEN // 8), dtype=np.uint64)
         self._runs: dict[int, _Run] = {}
+        self._is_poisoned = False
         self._info = ExecutorInfo(
             model="simulated",
             fingerprint=f"simulated-{self._config.vocab_size}-{self._config.eos_period}",
@@ -132,6 +137,8 @@ class SimulatedExecutor:
         if cost_s > 0:
             _hold_gil(cost_s * self._config.gil_share)
             self._sleep(cost_s * (1 - self._config.gil_share))
+        if self._is_poisoned:
+            os.kill(os.getpid(), signal.SIGKILL)
         return StepResult(plan.step, sampled, compute_s=cost_s)
 
     def slot_memory(self, slot: int) -> memoryview:
@@ -163,6 +170,7 @@ class SimulatedExecutor:
             self._check_history(run, item.start)
         history = self._slots[self._slot(run, item.start - 1)] if item.start else _EMPTY
         end = item.start + item.length
+        self._is_poisoned |= self._config.poison_token_id in run.token_ids[item.start : end]
         for position in range(item.start, end):
             history = next_history(history, run.token_ids[position])
             self._slots[self._slot(run, position)] = history

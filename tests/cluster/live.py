@@ -106,20 +106,31 @@ class Stream:
         return tokens
 
     @property
+    def text(self) -> str:
+        """All content of its only choice."""
+        self.thread.join()
+        lines = [line for line in self.texts[0].split("\n") if line.startswith("data: {")]
+        choices = [json.loads(line.removeprefix("data: "))["choices"] for line in lines]
+        return "".join(choice["delta"].get("content") or "" for each in choices for choice in each)
+
+    @property
     def is_complete(self) -> bool:
         self.thread.join()
         return self.texts[0].endswith("data: [DONE]\n\n")
 
 
-def open_stream(live: Live, model: str, max_tokens: int) -> Stream:
+def open_stream(
+    live: Live, model: str, text: str = "Hello", *, max_tokens: int, **fields: Any
+) -> Stream:
     """Starts to read an answer of `max_tokens` tokens."""
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": "Hello"}],
+        "messages": [{"role": "user", "content": text}],
         "stream": True,
         "stream_options": {"include_usage": True},
         "max_tokens": max_tokens,
         "ignore_eos": True,
+        **fields,
     }
     texts: list[str] = []
 

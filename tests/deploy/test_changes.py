@@ -52,7 +52,7 @@ def test_live_settings_reach_what_runs(deployed: Deployed) -> None:
     assert [engine["max_num_seqs"] for engine in deployed.engines("good").values()] == [3]
     assert deployed.ask(model="fine").status_code == 200
     assert deployed.ask(text="x" * 3000).status_code == 413
-    streams = [open_stream(deployed, "good", 300) for _ in range(5)]
+    streams = [open_stream(deployed, "good", max_tokens=300) for _ in range(5)]
     deployed.wait(lambda: [e["running"] for e in deployed.engines("good").values()] == [3])
     assert [stream.num_tokens for stream in streams] == [300] * 5
 
@@ -65,10 +65,10 @@ def test_replicas_come_and_go_and_no_request_fails(deployed: Deployed) -> None:
             "models[good].replicas": "live"
         }
         deployed.wait_ready("good", engines=2)
-        streams = [open_stream(deployed, "good", 800) for _ in range(6)]
+        streams = [open_stream(deployed, "good", max_tokens=800) for _ in range(6)]
         while min(engine["running"] for engine in deployed.engines("good").values()) < 2:
             assert len(streams) < 60, f"an engine gets nothing: {deployed.ready()}"
-            streams.append(open_stream(deployed, "good", 800))
+            streams.append(open_stream(deployed, "good", max_tokens=800))
             time.sleep(0.2)
         deployed.deploy(models=[{**good, "replicas": 1}, heavy])
         assert {stream.num_tokens for stream in streams} == {800}
@@ -85,7 +85,7 @@ def test_a_changed_model_on_a_full_machine_holds_requests(deployed: Deployed) ->
     good, heavy = deployed.config["models"]
     before = deployed.pids("good")
     (pid,) = deployed.pids("heavy").values()
-    stream = open_stream(deployed, "heavy", 1000)
+    stream = open_stream(deployed, "heavy", max_tokens=1000)
     with under_load(deployed, 2, model="heavy", timeout_s=90) as statuses:
         deployed.wait(lambda: deployed.engines("heavy").popitem()[1]["running"] > 0)
         said = deployed.deploy(
@@ -108,7 +108,7 @@ def test_a_model_that_is_removed_finishes_what_it_has(deployed: Deployed) -> Non
     deployed.deploy(models=[good, heavy, model("third", placement={"num_cpus": 0.5})])
     deployed.wait_ready("third")
     before = deployed.pids("good"), deployed.pids("heavy")
-    stream = open_stream(deployed, "third", 1000)
+    stream = open_stream(deployed, "third", max_tokens=1000)
     deployed.wait(lambda: deployed.engines("third").popitem()[1]["running"] > 0)
     assert effects(deployed.deploy(models=[good, heavy])) == {"models[third]": "remove"}
     deployed.wait(lambda: deployed.ask(model="third").status_code == 404)

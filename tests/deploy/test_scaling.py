@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.cluster.live import open_stream
 from tests.deploy.rig import SIMULATED, Deployed, model
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
@@ -152,6 +153,29 @@ def assert_explained(deployed: Deployed) -> None:
 
     # Ray collects metrics every few seconds.
     deployed.wait(is_there, timeout_s=30)
+
+
+def test_a_long_stream_leaves_an_engine_that_is_taken_away(deployed: Deployed) -> None:
+    """It would run for 40 s; the engine is gone long before, and its client has noticed nothing."""
+    two = {"max_replicas": None, "down_delay_s": "1s"}
+    deployed.deploy(models=[{**elastic(**two), "replicas": 2}])
+    deployed.wait_ready(NAME, engines=2)
+    whole = [deployed.ask(f"Story {number}", NAME, max_tokens=4, seed=1) for number in range(2)]
+    assert {reply.status_code for reply in whole} == {200}
+    streams = []
+    while min(engine["running"] for engine in deployed.engines(NAME).values()) < 1:
+        assert len(streams) < 2 * SLOTS, "an engine gets nothing"
+        text = f"{len(streams)} is the number of this story"
+        streams.append(open_stream(deployed, NAME, text, max_tokens=2000))
+        time.sleep(0.3)
+    began_s = time.monotonic()
+    deployed.deploy(models=[{**elastic(**two), "replicas": 1}])
+    deployed.wait_ready(NAME, engines=1, timeout_s=30)
+    drained_s = time.monotonic() - began_s
+    assert drained_s < 20, "it waited for its streams"
+    (engine,) = deployed.engines(NAME).values()
+    assert engine["running"] + engine["waiting"] == len(streams)
+    assert {stream.num_tokens for stream in streams} == {2000}
 
 
 @pytest.mark.long

@@ -1,7 +1,18 @@
 """The Registry's directory: leases, versions, and what a restart may forget."""
 
-from replicas.directory import Directory, EngineEntry, EngineState, ModelEntry, model_state
-from replicas.restarts import RestartBudget, has_stalled
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicas.directory import (
+    Directory,
+    EngineEntry,
+    EngineState,
+    ModelEntry,
+    ejected,
+    model_state,
+)
+from replicas.restarts import RestartBudget, StallWatch
 
 MODEL = ModelEntry("m", "default")
 
@@ -102,7 +113,64 @@ def test_restarts_are_counted_over_a_window() -> None:
     assert budget.take(10.5, 3, 10)
 
 
-def test_a_step_stalls_beyond_both_limits() -> None:
-    assert not has_stalled(step_age_s=29, usual_step_s=0.1, stall_s=30)
-    assert has_stalled(step_age_s=31, usual_step_s=0.1, stall_s=30)
-    assert not has_stalled(step_age_s=31, usual_step_s=10, stall_s=30)
+IDLE = {"step_age_s": 0.0, "step_s": 0.1, "running": 0, "waiting": 0, "steps": 7}
+
+
+def test_a_step_that_takes_far_too_long_is_a_stall() -> None:
+    for age_s, usual_s, is_stalled in ((29, 0.1, False), (31, 0.1, True), (31, 10, False)):
+        stats = {**IDLE, "running": 1, "step_age_s": age_s, "step_s": usual_s}
+        assert bool(StallWatch().look(0.0, stats, stall_s=30)) is is_stalled
+
+
+def test_work_without_steps_is_a_stall_though_the_engine_answers() -> None:
+    watch = StallWatch()
+    queued = {**IDLE, "waiting": 3}
+    assert not watch.look(0.0, IDLE, stall_s=30)
+    assert not watch.look(1000.0, queued, stall_s=30), "it has been idle until now"
+    assert not watch.look(1029.0, queued, stall_s=30)
+    assert watch.look(1031.0, queued, stall_s=30) == "it has work, and has made no step for 31 s"
+    assert not watch.look(1032.0, {**queued, "steps": 8}, stall_s=30)
+    assert not watch.look(1061.0, {**queued, "steps": 8}, stall_s=30)
+    assert not watch.look(1090.0, {**IDLE, "steps": 8}, stall_s=30)
+
+
+STATES = st.sampled_from(list(EngineState))
+
+
+@given(st.lists(st.tuples(STATES, st.booleans()), max_size=40), st.randoms())
+def test_at_most_a_quarter_is_ejected_whoever_else_dies(kinds, random) -> None:  # type: ignore[no-untyped-def]
+    engines = [
+        entry(
+            f"e{number}",
+            state,
+            was_stalled=out and state in (EngineState.LOADING, EngineState.FAILED),
+        )
+        for number, (state, out) in enumerate(kinds)
+    ]
+    gone = ejected(engines)
+    stalled = {each.replica_id for each in engines if each.state is EngineState.STALLED}
+    out = sum(each.was_stalled for each in engines)
+    ready = sum(each.state is EngineState.READY for each in engines)
+    assert gone <= stalled
+    assert len(gone) + out <= max(1, (len(stalled) + ready + out) // 4) or not gone
+    if stalled and not out:
+        assert gone
+    random.shuffle(engines)
+    assert ejected(engines) == gone
+    bystanders = [each for each in engines if each.state is EngineState.DRAINING]
+    assert ejected([each for each in engines if each not in bystanders]) == gone
+
+
+def test_stalled_engines_go_one_quarter_after_the_other() -> None:
+    directory = Directory("boot", lease_s=5, now=0)
+    names = [f"e{number}" for number in range(8)]
+    for name in names:
+        directory.report(entry(name, EngineState.STALLED), MODEL, now=0)
+    assert [name for name in names if directory.may_eject(name)] == ["e0", "e1"]
+    for name in ("e0", "e1"):
+        directory.report(entry(name, EngineState.LOADING, was_stalled=True), MODEL, now=1)
+    assert not any(directory.may_eject(name) for name in names)
+    back = msgspec.structs.replace(entry("e0"), restarts=1)
+    directory.report(back, MODEL, now=2)
+    assert [name for name in names if directory.may_eject(name)] == ["e2"]
+    assert directory.may_eject("unheard of")

@@ -1,0 +1,1 @@
+"""`shoal bench failover`: what clients notice of engines that die."""
