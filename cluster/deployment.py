@@ -7,7 +7,7 @@ every replica builds its own application when it starts. All else it is told by 
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +31,8 @@ DEPLOYMENT = "Ingress"
 _MAX_ONGOING_REQUESTS = 4096
 """The engines' own queues are the limit that clients meet; this one only bounds memory."""
 _WATCH_TIMEOUT_S = 5.0
+_ANSWER_TIMEOUT_S = 1.0
+_RETRY_S = 1.0
 
 
 class RegistryDirectory:
@@ -59,6 +61,25 @@ class RegistryDirectory:
         registry = await self._find()
         view: DirectoryView = await registry.watch.remote(boot_id, version, _WATCH_TIMEOUT_S)
         return view
+
+    async def ask_others(self, question: str) -> bytes | None:
+        registry = await self._find()
+        answer: bytes | None = await registry.ask.remote(question, _ANSWER_TIMEOUT_S)
+        return answer
+
+    async def answer_others(self, answer: Callable[[str], bytes | None]) -> None:
+        last = 0
+        while True:
+            try:
+                registry = await self._find()
+                questions = await registry.next_questions.remote(last, _WATCH_TIMEOUT_S)
+                for number, text in questions:
+                    if (found := answer(text)) is not None:
+                        await registry.answer.remote(number, found)
+                    last = max(last, number)
+            except Exception as error:
+                logger.warning("the Registry does not answer (%s); asking again", error)
+                await asyncio.sleep(_RETRY_S)
 
     async def _tell(self) -> None:
         await (await self._find()).set_models.remote(self._models)

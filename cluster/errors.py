@@ -35,6 +35,11 @@ _MIN_RETRY_AFTER_S, _MAX_RETRY_AFTER_S = 1, 60
 _ALTERNATIVES = ("function-after[", "list[")
 """How pydantic names the members of a union."""
 
+_GIVEN_UP = {
+    FinishReason.ABORT: (503, "engine_unavailable"),
+    FinishReason.QUEUE_TIMEOUT: (503, "queue_timeout"),
+}
+"""Status and code of what an engine accepted and gave up, where that was no error."""
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
 
@@ -81,17 +86,20 @@ def failure_of(error: Exception) -> Failure:
             logger.warning("engine lost: %s", error)
             text = "the engine of this model is not available; try again"
             return Failure(503, text, _SERVER, code="engine_unavailable")
-        case GenerationFailed(reason=FinishReason.QUEUE_TIMEOUT):
-            return Failure(503, str(error), _SERVER, code="queue_timeout")
         case RequestCondemned():
             return Failure(500, str(error), _SERVER, code="request_kills_engines")
-        case GenerationFailed(reason=FinishReason.ABORT):
-            return Failure(503, str(error), _SERVER, code="engine_unavailable")
-        case GenerationFailed():
-            return Failure(500, str(error), _SERVER, code="generation_failed")
+        case GenerationFailed(reason=reason):
+            status, code = _GIVEN_UP.get(reason, (500, "generation_failed"))
+            return Failure(status, str(error), _SERVER, code=code)
         case _:
             logger.error("request failed", exc_info=error)
             return Failure(500, "internal error", _SERVER, code="internal_error")
+
+
+def not_traced(request_id: str, most: int) -> Failure:
+    """No ingress knows the request (any more)."""
+    text = f"no request {request_id[:80]!r} among the latest {most} of any ingress"
+    return Failure(404, text, _INVALID, "request_id", "not_found")
 
 
 def _rejected(error: RequestRejected) -> Failure:

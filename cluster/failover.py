@@ -41,6 +41,8 @@ class ResumableStream:
         self._request = request
         self._output_ids = list(request.output_ids)
         """All that was yielded."""
+        self.decisions = [placed.decision]
+        """Why it went where it went, each time."""
         self._is_over = False
         self._trial_tokens = 0
         """Still to be yielded before it is cleared; 0: it is not on trial."""
@@ -78,17 +80,18 @@ class ResumableStream:
 
     async def _recover(self, error: EngineLost) -> None:
         """May be cancelled and called again, with the same error."""
-        placer, on_trial = self._origin.placer, self._trial_tokens > 0
+        placer, has_died = self._origin.placer, isinstance(error, EngineDied)
+        # Of the choices on the core, one on trial is to blame, whichever hears of the end first.
+        is_blamed = has_died and self._origin.case.trial == self.core_id
         self._end_trial()
         if not placer.settings.failover.enabled:
             raise error
         wish = self._wish()
         num_new = len(self._output_ids) - self._num_brought
-        has_died = isinstance(error, EngineDied)
         # What ends without a death counts only if it has led nowhere.
         if not self._session.is_draining and (has_died or not num_new):
             is_suspect = has_died and num_new < placer.settings.failover.probation_tokens
-            placer.lost(wish, self._end_of(error), is_suspect, on_trial)
+            placer.lost(wish, self._end_of(error), is_suspect, is_blamed)
         try:
             self._adopt(await placer.place(wish))
         except NowhereToGo:
@@ -141,6 +144,7 @@ class ResumableStream:
             if placed.on_trial:
                 self._origin.placer.end_trial(self._origin.case)
             raise EngineLost("the request was aborted")
+        self.decisions.append(placed.decision)
         self._take(placed, 0)
 
     def _take(self, placed: Placed, index: int) -> None:

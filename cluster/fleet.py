@@ -7,6 +7,7 @@ runs on its engines runs on.
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 from cluster.identity import IngressIdentity
@@ -34,6 +35,14 @@ class DirectorySource(Protocol):
         while. May raise anything: the caller asks again."""
         ...
 
+    async def ask_others(self, question: str) -> bytes | None:
+        """What any ingress answers; None when none does, or none can be asked."""
+        ...
+
+    async def answer_others(self, answer: Callable[[str], bytes | None]) -> None:
+        """Answers what others ask, for ever."""
+        ...
+
 
 class FixedDirectory:
     """One model and engines that do not change: an ingress without a Registry."""
@@ -55,6 +64,12 @@ class FixedDirectory:
         if known is not None:
             await asyncio.Event().wait()
         return self._view
+
+    async def ask_others(self, question: str) -> bytes | None:
+        return None
+
+    async def answer_others(self, answer: Callable[[str], bytes | None]) -> None:
+        await asyncio.Event().wait()
 
 
 class Fleet:

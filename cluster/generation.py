@@ -46,6 +46,10 @@ class RequestTimes:
     routed_s: float = 0.0
     accepted_s: float = 0.0
     first_token_s: float = 0.0
+    queue_s: float = 0.0
+    """That the engine says the first choice has waited there, of the engine's share."""
+    prefill_s: float = 0.0
+    """And how long it took from then to its first token."""
 
     def stages(self) -> Iterator[tuple[str, float]]:
         """Name and seconds of each stage that is behind it."""
@@ -59,6 +63,9 @@ class RequestTimes:
         for name, start_s, end_s in marks:
             if start_s and end_s:
                 yield name, end_s - start_s
+        if self.first_token_s:
+            yield "queue", self.queue_s
+            yield "prefill", self.prefill_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +101,10 @@ class Generation:
         self._readers: list[asyncio.Task[None]] = []
         self._merged: asyncio.Queue[tuple[int, OutputDelta] | Exception | None] = asyncio.Queue()
         self._num_merged_ends = 0
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
 
     @property
     def usage(self) -> Usage:
@@ -133,6 +144,8 @@ class Generation:
         item = await anext(stream)
         if not self.times.first_token_s:
             self.times.first_token_s = time.perf_counter()
+        if item.first is not None and not index and not self.times.prefill_s:
+            self.times.queue_s, self.times.prefill_s = item.first.queue_s, item.first.prefill_s
         delta = self._outputs[index].push(item)
         if delta.failure is not None:
             raise GenerationFailed(delta.failure)

@@ -7,10 +7,12 @@ with uvicorn alone, for tests. A status line goes out only after an engine has a
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
@@ -19,8 +21,10 @@ from cluster.answer import Dialect, Output, respond
 from cluster.body_limit import BodyLimit
 from cluster.chat import ChatCompletionRequest, ChatDialect
 from cluster.completions import CompletionDialect, CompletionRequest
+from cluster.explain import PROXY_HEADER, Trace, Traces, proxy_s
 from cluster.fan_out import merged, start_each
 from cluster.fleet import DirectorySource, Fleet
+from cluster.generation import Generation
 from cluster.identity import IngressIdentity
 from cluster.metrics import IngressMetrics
 from cluster.openai import AnswerHead, ModelCard, ModelList, SamplingRequest, now_s
@@ -38,6 +42,8 @@ class Ingress:
         self._identity = identity
         self._created = now_s()
         self._fleet = Fleet(source, identity)
+        self._source = source
+        self._traces = Traces(identity.ingress_id)
         self._metrics = IngressMetrics(self._loads, self._held, self._moves)
 
     @property
@@ -59,19 +65,24 @@ class Ingress:
 
     @contextlib.asynccontextmanager
     async def running(self, _: FastAPI) -> AsyncIterator[None]:
-        following = asyncio.create_task(self._fleet.run())
+        following = [
+            asyncio.create_task(self._fleet.run()),
+            asyncio.create_task(self._source.answer_others(self._explanation)),
+        ]
         try:
             yield
         finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            for task in following:
+                task.cancel()
+            await asyncio.gather(*following, return_exceptions=True)
             await self._fleet.close()
 
     # ------------------------------------------------------------ generation
 
     async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:
         request_id = f"chatcmpl-{secrets.token_hex(12)}"
-        started = await self._start(body.model, request_id, body.as_generation())
+        proxied_s = _proxy_s(request)
+        started = await self._start(body.model, proxied_s, request_id, body.as_generation())
         head = AnswerHead(request_id, now_s(), body.model, f"fp_{started.fingerprint[:12]}")
         dialect = ChatDialect(head, started.tokenizer, body.include_usage)
         response = await self._respond(started.generation, dialect, body, request)
@@ -80,7 +91,7 @@ class Ingress:
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         request_id = f"cmpl-{secrets.token_hex(12)}"
-        start = partial(self._start, body.model)
+        start = partial(self._start, body.model, _proxy_s(request))
         started = await start_each(start, request_id, body.as_generations())
         first = started[0]
         head = AnswerHead(request_id, now_s(), body.model, f"fp_{first.fingerprint[:12]}")
@@ -97,13 +108,16 @@ class Ingress:
         keep_alive_s = self.config.keep_alive_s
         return await respond(output, dialect, request, bool(body.stream), keep_alive_s)
 
-    async def _start(self, model_name: str, request_id: str, request: GenerationRequest) -> Started:
-        """Starts a request on the model of this name or alias, and counts it."""
+    async def _start(
+        self, model_name: str, proxied_s: float, request_id: str, request: GenerationRequest
+    ) -> Started:
+        """Starts a request on the model of this name or alias, counts it, and keeps its trace. A
+        proxy had it for `proxied_s`."""
         while True:
             model = self._fleet.model(model_name)
             name = model.entry.name
             try:
-                ended = partial(self._metrics.ended, name)
+                ended = partial(self._ended, name, request_id)
                 started = await model.start(request_id, request, ended)
             except ModelReplaced:
                 continue
@@ -112,7 +126,31 @@ class Ingress:
                 raise
             self._metrics.answered(name, 200)
             self._metrics.routed(name, started.decision)
+            decisions = started.streams[0].decisions
+            trace = Trace(request_id, name, decisions, started.generation, proxied_s)
+            self._traces.add(trace, self.config.explained_requests)
             return started
+
+    def _ended(self, model: str, request_id: str, generation: Generation) -> None:
+        self._metrics.ended(model, generation)
+        self._traces.close(request_id)
+
+    # ------------------------------------------------------------ explanations
+
+    async def explain(self, request_id: str) -> Response:
+        """Why a request of any ingress went where it went, and where its time went."""
+        body = self._explanation(request_id)
+        if body is None:
+            with contextlib.suppress(Exception):
+                body = await self._source.ask_others(request_id)
+        if body is None:
+            return errors.not_traced(request_id, self.config.explained_requests).as_response()
+        return Response(body, media_type="application/json")
+
+    def _explanation(self, request_id: str) -> bytes | None:
+        # Of several prompts in one request, the first.
+        found = self._traces.explain(request_id) or self._traces.explain(f"{request_id}-0")
+        return None if found is None else msgspec.json.encode(found)
 
     # ------------------------------------------------------------ models and state
 
@@ -192,6 +230,10 @@ class Ingress:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
 
 
+def _proxy_s(request: Request) -> float:
+    return proxy_s(request.headers.get(PROXY_HEADER), time.time())
+
+
 def _tracing(request_id: str, started: Started) -> dict[str, str]:
     """Headers that say which request this was, and which engine took it."""
     return {"X-Request-Id": request_id, "X-Shoal-Engine": started.decision.replica_id}
@@ -209,4 +251,5 @@ def build_app(ingress: Ingress) -> FastAPI:
     app.get("/health", response_model=None)(ingress.health)
     app.get("/ready", response_model=None)(ingress.ready)
     app.get("/metrics", response_model=None)(ingress.metrics)
+    app.get("/explain/{request_id}", response_model=None)(ingress.explain)
     return app

@@ -157,12 +157,13 @@ class Placer:
             except RequestRejected:
                 continue
 
-    def lost(self, wish: Wish, how: str, is_suspect: bool, on_trial: bool) -> None:
-        """What `wish` is for has lost its engine through no wish of ours; `how` names that end.
+    def lost(self, wish: Wish, how: str, is_suspect: bool, is_blamed: bool) -> None:
+        """What `wish` is for has lost its engine through no wish of ours; `how` names that end, and
+        `is_blamed` says that it died while the request was on trial there.
         Raises `RequestCondemned`, or `DeathsUsedUp` when it has survived enough of them."""
         wish.is_suspect = is_suspect
         limit = self.settings.failover.max_failovers
-        verdict = self.quarantine.ended(wish.case, how, on_trial and is_suspect, limit)
+        verdict = self.quarantine.ended(wish.case, how, is_blamed, limit)
         if verdict is Verdict.CONDEMNED:
             self.counts["condemned"] += 1
             raise RequestCondemned

@@ -85,7 +85,7 @@ class Quarantine:
 
     def ended(self, case: Case, how: str, is_blamed: bool, max_failovers: int) -> Verdict:
         """A choice of the request has lost its core, through no wish of ours. `how` names that end,
-        alike for all choices that it took; `is_blamed`: on trial, and this may be what for."""
+        alike for all choices that it took; `is_blamed`: it died while the request was on trial."""
         case.ends.add(how)
         case.is_condemned |= is_blamed
         if case.is_condemned:

@@ -171,6 +171,12 @@ class IngressConfig(Section):
         ge=0,
         le=65536,
     )
+    explained_requests: int = live(
+        4096,
+        "Latest requests that `shoal explain` can tell about, of each ingress.",
+        ge=0,
+        le=1 << 20,
+    )
     keep_alive_s: Duration = live(
         15.0, "Silence on a stream after which a comment is sent to keep it open.", ge=0.1, le=3600
     )

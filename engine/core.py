@@ -211,7 +211,7 @@ class EngineCore:
         """Gives the device the next step, and the one after it when the time has come."""
         while self._compute.num_open == 0 or self._may_plan_ahead(now):
             began_s = time.perf_counter()
-            plan = self._scheduler.schedule(now, self._meter.prefill_tokens_per_s)
+            plan = self._scheduler.schedule(time.monotonic(), self._meter.prefill_tokens_per_s)
             self._plan_s += time.perf_counter() - began_s
             if plan is None:
                 return

@@ -17,6 +17,7 @@ import msgspec
 import ray
 
 from replicas.directory import Directory, DirectoryView, EngineEntry, ModelEntry
+from replicas.questions import Questions
 
 REGISTRY_NAME = "shoal-registry"
 NAMESPACE = "shoal"
@@ -31,6 +32,8 @@ class Registry:
         self._path = Path(path) if path else None
         self._directory = Directory(secrets.token_hex(4), lease_s, time.monotonic())
         self._changed = asyncio.Event()
+        self._questions = Questions(first=time.time_ns())
+        self._asked, self._answered = asyncio.Event(), asyncio.Event()
         self._seen_version = self._directory.version
         if self._path is not None and self._path.is_file():
             models = msgspec.json.decode(self._path.read_bytes(), type=tuple[ModelEntry, ...])
@@ -75,6 +78,35 @@ class Registry:
                 await asyncio.wait_for(
                     self._changed.wait(), min(_EXPIRY_INTERVAL_S, max(0.0, end_s - now))
                 )
+
+    # ------------------------------------------------------------ questions to all ingresses
+
+    async def ask(self, text: str, timeout_s: float) -> bytes | None:
+        """The first answer of any ingress; None when nobody has one in time."""
+        question = self._questions.ask(text)
+        self._asked.set()
+        self._asked = asyncio.Event()
+        end_s = time.monotonic() + timeout_s
+        try:
+            while question.answer is None and (left_s := end_s - time.monotonic()) > 0:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._answered.wait(), left_s)
+            return question.answer
+        finally:
+            self._questions.close(question)
+
+    async def next_questions(self, last: int, timeout_s: float) -> list[tuple[int, str]]:
+        """Number and text of those asked after question `last`; none after `timeout_s`."""
+        if not (found := self._questions.since(last)):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._asked.wait(), timeout_s)
+            found = self._questions.since(last)
+        return found
+
+    async def answer(self, number: int, answer: bytes) -> None:
+        self._questions.answer(number, answer)
+        self._answered.set()
+        self._answered = asyncio.Event()
 
     async def pid(self) -> int:
         return os.getpid()

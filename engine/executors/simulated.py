@@ -110,15 +110,7 @@ class SimulatedExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         for run_id in plan.ended:
             self._runs.pop(run_id, None)
-        size = self._info.block_size
-        for block, slot in plan.saves:
-            self._host[slot, :, 0] = self._slots[block * size : (block + 1) * size]
-        for slot, block in plan.loads:
-            self._slots[block * size : (block + 1) * size] = self._host[slot, :, 0].tolist()
-        for source, target in plan.copies:
-            self._slots[target * size : (target + 1) * size] = self._slots[
-                source * size : (source + 1) * size
-            ]
+        self._copy(plan)
         for start in plan.starts:
             self._runs[start.run_id] = _Run(
                 list(start.token_ids), list(start.block_ids), start.sampling
@@ -140,6 +132,17 @@ class SimulatedExecutor:
         if self._is_poisoned:
             os.kill(os.getpid(), signal.SIGKILL)
         return StepResult(plan.step, sampled, compute_s=cost_s)
+
+    def _copy(self, plan: StepPlan) -> None:
+        size = self._info.block_size
+        for block, slot in plan.saves:
+            self._host[slot, :, 0] = self._slots[block * size : (block + 1) * size]
+        for slot, block in plan.loads:
+            self._slots[block * size : (block + 1) * size] = self._host[slot, :, 0].tolist()
+        for source, target in plan.copies:
+            self._slots[target * size : (target + 1) * size] = self._slots[
+                source * size : (source + 1) * size
+            ]
 
     def slot_memory(self, slot: int) -> memoryview:
         memory: memoryview = self._host[slot].reshape(-1).view(np.uint8).data

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
@@ -127,6 +128,25 @@ def test_a_shared_prefix_stays_with_its_holder_and_cold_ones_spread(running: Run
         spread[engines[0]] += 1
     assert len(spread) == 2
     assert min(spread.values()) >= 2
+
+
+def test_any_ingress_explains_the_requests_of_all(running: Running) -> None:
+    request_id = running.ask("Why there?").json()["id"]
+    # Each over a connection of its own: the two ingresses take turns.
+    replies = [httpx.get(f"{running.url}/explain/{request_id}") for _ in range(6)]
+    assert {reply.status_code for reply in replies} == {200}
+    assert len({reply.text for reply in replies}) == 1
+    report = replies[0].json()
+    assert report["stages_s"]["proxy"] > 0
+    assert report["decisions"][0]["num_engines"] == 2
+    time.sleep(0.1)
+    again = running.ask("Why there?").json()["id"]
+    report = httpx.get(f"{running.url}/explain/{again}").json()
+    assert report["decisions"][0]["reason"] == "cached"
+    assert report["cached_tokens"] >= report["predicted_cached_tokens"] >= 16
+    unknown = httpx.get(f"{running.url}/explain/nothing")
+    assert unknown.status_code == 404
+    assert unknown.json()["error"]["code"] == "not_found"
 
 
 def test_a_killed_engine_costs_nobody_anything_and_comes_back(running: Running) -> None:
