@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from cluster.fan_out import PromptTooLong
 from cluster.fleet import ModelNotFound
 from cluster.generation import GenerationFailed
+from cluster.limits import TooManyOpen
 from cluster.openai import ErrorBody, ErrorDetail
 from cluster.placing import RequestCondemned
 from cluster.preprocess import InvalidRequest
@@ -76,6 +77,10 @@ def failure_of(error: Exception) -> Failure:
             return Failure(404, str(error), _INVALID, "model", "model_not_found")
         case ModelNotReady():
             return Failure(503, str(error), _SERVER, code="model_not_ready")
+        case TooManyOpen(retry_after_s=after_s):
+            return Failure(
+                429, str(error), _SERVER, code="too_many_requests", retry_after_s=after_s
+            )
         case InvalidRequest(field=field):
             return Failure(400, str(error), _INVALID, field, "invalid_value")
         case PromptTooLong(field=field):

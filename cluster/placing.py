@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.identity import LiveSettings
+from cluster.limits import RetryBudget
 from cluster.routing.decision import Decision, NoReplica, RouteRequest
 from cluster.routing.router import Router
 from cluster.session import EngineSession
@@ -85,6 +86,7 @@ class Placer:
         hold: Callable[[float, bool], Awaitable[None]],
     ) -> None:
         self.quarantine = Quarantine()
+        self.retries = RetryBudget()
         self.settings = settings
         self.counts: Counter[str] = Counter()
         """Streams that have `resumed` elsewhere when their engine was lost or have `moved` from one
@@ -111,6 +113,8 @@ class Placer:
         tried: set[str] = set()
         refusals: list[Exception] = []
         num_waited_for = 0
+        if wish.is_new:
+            self.retries.earn(self.settings.router.retry_share)
         while self._may_try(wish, refusals):
             if wish.case.is_condemned:  # In another of its choices.
                 raise RequestCondemned
@@ -136,8 +140,10 @@ class Placer:
 
     def _may_try(self, wish: Wish, refusals: Sequence[Exception]) -> bool:
         """What goes on is tried for as long as it may wait, unless engines die of it."""
-        counted = refusals if wish.is_new else [each for each in refusals if _has_died(each)]
-        return len(counted) < self.settings.router.max_attempts
+        most = self.settings.router.max_attempts
+        if not wish.is_new:
+            return sum(map(_has_died, refusals)) < most
+        return not refusals or (len(refusals) < most and self.retries.spend())
 
     async def try_elsewhere(self, wish: Wish, here: EngineSession) -> Placed | None:
         """Places what runs on the engine `here` on another one that runs the very same, if one

@@ -16,6 +16,7 @@ from cache.keys import key_root
 from cluster.failover import Origin, ResumableStream
 from cluster.generation import Generation, RequestTimes
 from cluster.identity import IngressIdentity
+from cluster.limits import OpenRequests
 from cluster.placing import NowhereToGo, Placer, Wish
 from cluster.preprocess import GenerationRequest, ModelLimits, Preprocessor
 from cluster.routing.decision import Decision, RouteRequest
@@ -68,6 +69,7 @@ class ServedModel:
         """Why the tokenizer could not be loaded."""
         self.sessions: dict[str, EngineSession] = {}
         """By core id, which is what the router knows an engine by."""
+        self.open_requests = OpenRequests()
         self.num_held = 0
         """Requests that wait for an engine."""
         self.placer = Placer(self.router, self.sessions, identity.settings, self._hold)
@@ -159,7 +161,8 @@ class ServedModel:
     ) -> Started:
         """Prepares a request, chooses an engine, and returns once that has accepted it.
 
-        Raises what `Preprocessor.prepare` does, `RequestRejected`, or `ModelNotReady`."""
+        Raises what `Preprocessor.prepare` does, `TooManyOpen`, `RequestRejected`, or
+        `ModelNotReady`."""
         end_s = time.monotonic() + self._identity.settings.ingress.hold_s
         while self._preprocessor is None or (info := self._known_info()) is None:
             await self._hold(end_s, is_new=True)
@@ -172,7 +175,17 @@ class ServedModel:
         route = RouteRequest(request_id, keys, prepared.num_prompt_tokens, max_tokens)
         times.prepared_s = time.perf_counter()
         wish = Wish(route, prepared.choices, Case(), end_s, is_new=True)
-        placed = await self.placer.place(wish)
+        num_tokens = prepared.num_prompt_tokens + len(prepared.choices) * max_tokens
+        self.open_requests.enter(num_tokens, self._identity.settings.ingress)
+
+        def leave() -> None:
+            self.open_requests.leave(num_tokens, time.perf_counter() - times.arrived_s)
+
+        try:
+            placed = await self.placer.place(wish)
+        except BaseException:
+            leave()
+            raise
         times.routed_s, times.accepted_s = placed.routed_s, time.perf_counter()
         origin = Origin(self.placer, root, keys, wish.case)
         streams = [
@@ -180,7 +193,12 @@ class ServedModel:
             for index, choice in enumerate(prepared.choices)
         ]
         tokenizer = self._preprocessor.tokenizer
-        generation = Generation(prepared, streams, tokenizer, times, on_close)
+
+        def close(generation: Generation) -> None:
+            leave()
+            on_close(generation)
+
+        generation = Generation(prepared, streams, tokenizer, times, close)
         return Started(generation, tokenizer, placed.decision, info.fingerprint, streams)
 
     # ------------------------------------------------------------ waiting for an engine

@@ -171,6 +171,19 @@ class IngressConfig(Section):
         ge=0,
         le=65536,
     )
+    max_open_requests: int = live(
+        4096,
+        "Requests of one model that may be open in one ingress; beyond it 429.",
+        ge=1,
+        le=1 << 20,
+    )
+    max_open_tokens: int = live(
+        1 << 28,
+        "Tokens that those may have, prompts and max_tokens together; beyond it 429, unless it is "
+        "the only one.",
+        ge=1,
+        le=1 << 50,
+    )
     explained_requests: int = live(
         4096,
         "Latest requests that `shoal explain` can tell about, of each ingress.",
@@ -222,6 +235,13 @@ class RouterConfig(Section):
     )
     max_attempts: int = live(
         3, "Replicas a request may be tried on, the first included.", ge=1, le=100
+    )
+    retry_share: float = live(
+        0.2,
+        "Further tries that new requests may have together, as a share of their number: when all "
+        "engines are full, trying them in turn must not be what keeps them busy.",
+        ge=0,
+        le=10,
     )
 
 

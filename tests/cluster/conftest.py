@@ -80,12 +80,14 @@ def simulated(**simulation: float) -> EngineConfig:
 
 
 @contextlib.contextmanager
-def serve_ingress(config: EngineConfig, model_folder: Path) -> Iterator[Served]:
+def serve_ingress(
+    config: EngineConfig, model_folder: Path, **ingress_fields: int
+) -> Iterator[Served]:
     with LocalEngine.start(config) as engine:
         model = ModelEntry(MODEL_NAME, str(model_folder), aliases=(MODEL_ALIAS,))
         ingress = Ingress(IngressIdentity.random(), FixedDirectory(model, (engine.endpoint,)))
         # An engine that is lost here has nobody who would start another.
-        ingress.configure(IngressConfig(hold_s=0.5), RouterConfig())
+        ingress.configure(IngressConfig(hold_s=0.5, **ingress_fields), RouterConfig())
         app = build_app(ingress)
         listener = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
