@@ -44,7 +44,17 @@ class DirectorySource(Protocol):
         ...
 
 
-class FixedDirectory:
+class Alone:
+    """Of a directory: there is no other ingress."""
+
+    async def ask_others(self, question: str) -> bytes | None:
+        return None
+
+    async def answer_others(self, answer: Callable[[str], bytes | None]) -> None:
+        await asyncio.Event().wait()
+
+
+class FixedDirectory(Alone):
     """One model and engines that do not change: an ingress without a Registry."""
 
     def __init__(self, model: ModelEntry, endpoints: tuple[str, ...]) -> None:
@@ -64,12 +74,6 @@ class FixedDirectory:
         if known is not None:
             await asyncio.Event().wait()
         return self._view
-
-    async def ask_others(self, question: str) -> bytes | None:
-        return None
-
-    async def answer_others(self, answer: Callable[[str], bytes | None]) -> None:
-        await asyncio.Event().wait()
 
 
 class Fleet:

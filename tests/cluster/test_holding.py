@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.fleet import Alone
 from cluster.identity import IngressIdentity
 from cluster.ingress import Ingress, build_app
 from configs.shoal import IngressConfig, RouterConfig
@@ -23,7 +24,7 @@ LOADING, READY, DRAINING = EngineState.LOADING, EngineState.READY, EngineState.D
 FAILED = EngineState.FAILED
 
 
-class Script:
+class Script(Alone):
     """A directory whose content a test sets."""
 
     def __init__(self, source: Path) -> None:
