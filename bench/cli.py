@@ -9,6 +9,7 @@ import click
 
 from bench.cache.command import cache
 from bench.failover.command import failover
+from bench.router import router
 from bench.scheduler.command import scheduler
 from bench.serve.command import serve
 
@@ -20,6 +21,7 @@ def bench() -> None:
 
 bench.add_command(cache)
 bench.add_command(failover)
+bench.add_command(router)
 bench.add_command(scheduler)
 bench.add_command(serve)
 

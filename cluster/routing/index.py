@@ -7,7 +7,11 @@ The index is a set of facts from streams that may be ahead of or behind one anot
 have holes, so it is walked from its start and never bisected.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from functools import reduce
+from itertools import accumulate
+from operator import and_, not_, xor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +19,11 @@ from numpy.typing import NDArray
 from cache.events import BlockKey, KeySet, Tier
 
 _Masks = dict[BlockKey, int]
+
+_KEYS_AT_ONCE = 64
+"""A walk looks so many blocks up before it asks whether anybody is left."""
+_POWERS = [1 << bit for bit in range(48)]
+_WEIGHTS = np.array(_POWERS, np.float64)
 
 
 class IndexView(KeySet):
@@ -106,36 +115,34 @@ class PrefixIndex:
 
     def depths(self, keys: Sequence[BlockKey], size: int) -> NDArray[np.float64]:
         """`match` by slot: `[size]`, whole numbers, 0 for none. `size` covers all slots."""
-        levels = self._walk(keys)
-        if not levels:
+        alive = self._walk(keys)
+        if not alive:
             return np.zeros(size)
+        # As the masks lie within one another, a slot of depth d is in the first d of them. Of
+        # their numbers, from 1 on, floor(d / 2^n) are multiples of 2^n, and whether that is odd is
+        # bit n of d: so one XOR over every 2^n-th mask has that bit of all depths at once.
+        planes = [
+            reduce(xor, alive[step - 1 :: step]) for step in _POWERS[: len(alive).bit_length()]
+        ]
         num_bytes = -(-size // 8)
-        packed = b"".join([holders.to_bytes(num_bytes, "little") for holders, _ in levels])
+        packed = b"".join([plane.to_bytes(num_bytes, "little") for plane in planes])
         bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
-        # A slot's depth is the sum of the steps from level to level that it takes part in.
-        steps = np.diff([depth for _, depth in levels], prepend=0.0)
-        depths: NDArray[np.float64] = steps @ bits.reshape(len(levels), -1)
+        depths: NDArray[np.float64] = _WEIGHTS[: len(planes)] @ bits.reshape(len(planes), -1)
         return depths[:size]
 
-    def _walk(self, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
-        """Ever fewer replicas (as a mask) with the ever greater number of blocks that they all
-        hold: one AND a block, until nobody holds the next."""
-        levels: list[tuple[int, int]] = []
+    def _walk(self, keys: Sequence[BlockKey]) -> list[int]:
+        """For each block, the replicas that hold it and all before it, up to the first block that
+        leaves none."""
         get = self._masks.get
-        alive = get(keys[0], 0) if keys else 0
-        for depth, key in enumerate(keys):
-            holders = get(key, 0)
-            if holders == alive:
-                continue
-            holders &= alive
-            if holders != alive:
-                levels.append((alive, depth))
-                alive = holders
-                if not alive:
-                    return levels
-        if alive:
-            levels.append((alive, len(keys)))
-        return levels
+        alive: list[int] = []
+        for start in range(0, len(keys), _KEYS_AT_ONCE):
+            masks = [get(key, 0) for key in keys[start : start + _KEYS_AT_ONCE]]
+            if alive:
+                masks[0] &= alive[-1]
+            alive += accumulate(masks, and_)
+            if not alive[-1]:
+                return alive[: bisect_left(alive, True, key=not_)]
+        return alive
 
     def check_integrity(self) -> None:
         """Recomputes all masks from the views. For tests and idle time: O(keys held)."""

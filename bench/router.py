@@ -1,0 +1,128 @@
+"""`shoal bench router`: what a decision costs, and what the index behind it takes.
+
+Invariant: the router is warm and the chains are known to it: each of them is held by every replica
+to a depth of its own, drawn anew for each chain and replica, so that no two replicas tie and every
+block of a walk loses some. A figure is over many chains, so that their masks come from memory.
+"""
+
+import json
+import random
+import time
+import tracemalloc
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import numpy as np
+
+from cache.events import BlockKey, Tier
+from cluster.routing.decision import RouteRequest
+from cluster.routing.index import PrefixIndex
+from cluster.routing.router import Router
+from configs.shoal import RouterConfig
+from engine.wire import LoadReport
+
+_BLOCK_SIZE = 16
+_NUM_BLOCKS = 128
+_CHAINS = 64
+_SEED = 8
+_OPEN = 100
+"""Decisions that are booked at a time."""
+
+Figures = dict[str, float | int | str]
+
+
+@click.command(epilog="Example: shoal bench router --json router.json")
+@click.option("--quick", is_flag=True, help="Few decisions and replicas: seconds, for tests.")
+@click.option(
+    "--json", "json_path", type=click.Path(path_type=Path), help="Write the figures here."
+)
+def router(quick: bool, json_path: Path | None) -> None:
+    """The router: time of a decision by blocks and replicas, and memory of its index."""
+    figures = bench_router(quick, lambda phase: click.echo(phase, err=True))
+    width = max(map(len, figures))
+    for key, value in figures.items():
+        click.echo(f"{key:<{width}}  {value}")
+    if json_path is not None:
+        json_path.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def bench_router(quick: bool, progress: Callable[[str], None]) -> Figures:
+    figures: Figures = {"benchmark": "router", "chains": _CHAINS, "depths": "uniform"}
+    rounds = 5 if quick else 40
+    for num_replicas in (8, 64) if quick else (8, 64, 1000):
+        progress(f"{_NUM_BLOCKS} blocks, {num_replicas} replicas")
+        times_us = _route_us(num_replicas, rounds)
+        for percent in (50, 99):
+            value = float(np.percentile(times_us, percent))
+            figures[f"route_us_p{percent}_{_NUM_BLOCKS}x{num_replicas}"] = round(value, 1)
+    num_keys = 2_000 if quick else 50_000
+    for holders in (1, 8):
+        progress(f"memory of {num_keys} keys that {holders} replicas hold")
+        held = _index_bytes(num_keys, holders) / (num_keys * holders)
+        figures[f"index_bytes_per_held_key_{holders}"] = round(held, 1)
+    return figures
+
+
+def _route_us(num_replicas: int, rounds: int) -> list[float]:
+    """Of every decision, on the wall clock. Each is booked, so that loads differ as they would."""
+    rng = random.Random(_SEED)
+    router = Router(RouterConfig(), "bench")
+    chains = [_chain(rng, _NUM_BLOCKS) for _ in range(_CHAINS)]
+    for number in range(num_replicas):
+        name = f"replica-{number}"
+        view = router.add_replica(name, _BLOCK_SIZE)
+        router.on_load(name, _report(rng))
+        for chain in chains:
+            for key in chain[: rng.randrange(_NUM_BLOCKS + 1)]:
+                view.add(key, Tier.DEVICE)
+    times_us: list[float] = []
+    booked: deque[tuple[str, int]] = deque()
+    for number in range(rounds * _CHAINS):
+        chain = chains[number % _CHAINS]
+        request = RouteRequest(f"request-{number}", chain, len(chain) * _BLOCK_SIZE + 5, 64)
+        start_s = time.perf_counter()
+        decision = router.route(request)
+        times_us.append((time.perf_counter() - start_s) * 1e6)
+        router.book(decision, number)
+        booked.append((decision.replica_id, number))
+        if len(booked) > _OPEN:
+            router.unbook(*booked.popleft())
+    return times_us
+
+
+def _report(rng: random.Random) -> LoadReport:
+    return LoadReport(
+        running=rng.randrange(40),
+        waiting=0,
+        waiting_tokens=rng.randrange(4000),
+        max_num_seqs=256,
+        num_blocks=8192,
+        used_blocks=rng.randrange(6000),
+        prefill_tokens_per_s=9000.0,
+        decode_tokens_per_s=600.0,
+        step_s=0.03,
+        step_age_s=0.01,
+        preemptions=0,
+        seen={},
+    )
+
+
+def _index_bytes(num_keys: int, holders: int) -> int:
+    """Traced memory of an index in which as many replicas hold the same keys, each told of them in
+    a message of its own, as off the wire."""
+    keys = _chain(random.Random(_SEED), num_keys)
+    tracemalloc.start()
+    index = PrefixIndex()
+    for number in range(holders):
+        view = index.view(f"replica-{number}")
+        for key in keys:
+            view.add(bytes(bytearray(key)), Tier.DEVICE)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return size
+
+
+def _chain(rng: random.Random, num_blocks: int) -> list[BlockKey]:
+    return [rng.randbytes(16) for _ in range(num_blocks)]
