@@ -2,8 +2,8 @@
 
 Invariant: every request has `num_tokens` and `num_computed_tokens`, and a step closes some of the
 difference. Chunked prefill, cache hits, decode, and coming back after preemption or failover are
-that same arithmetic. `add`, `abort`, `schedule` and `commit` are the only mutators; nothing here
-reads a clock or does I/O.
+that same arithmetic. `add`, `abort`, `expire`, `schedule` and `commit` are the only mutators;
+nothing here reads a clock or does I/O.
 
 A request in a plan that is not committed keeps its blocks whatever happens to it meanwhile. With
 `overlap` it may be in one more: the token that the first draws is then known to the executor alone,
