@@ -1,6 +1,7 @@
 """`shoal serve` as a user runs it: a real process, real Ray, the real default model."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -182,15 +183,24 @@ def test_a_client_that_disconnects_has_its_request_aborted(server: Command, stre
         time.sleep(0.05)
 
 
-def test_a_dead_engine_ends_its_streams_and_is_replaced(server: Command) -> None:
-    body = {"model": "default", "messages": _QUESTION, "stream": True, "ignore_eos": True}
+def test_a_dead_engine_is_replaced_and_its_streams_go_on_there(server: Command) -> None:
+    """It is the only one, so they wait for its successor."""
+    body = {
+        "model": "default",
+        "messages": _QUESTION,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+        "max_tokens": 300,
+    }
     url = f"{server.url}/v1/chat/completions"
-    with httpx.stream("POST", url, json=body, timeout=10) as reply:
+    with httpx.stream("POST", url, json=body, timeout=60) as reply:
         lines = reply.iter_lines()
         next(lines)
         os.kill(server.load()["pid"], signal.SIGKILL)
-        rest = [line for line in lines if line]
-    assert "engine_unavailable" in rest[-1]
+        rest = [line for line in lines if line.startswith("data: ")]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 300
     end_s = time.monotonic() + 60
     while server.load()["state"] != "ready" or server.load()["restarts"] != 1:
         assert time.monotonic() < end_s
