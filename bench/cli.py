@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from bench.cache.command import cache
+from bench.cluster.command import cluster
 from bench.router import router
 from bench.scheduler.command import scheduler
 from bench.serve.command import serve
@@ -18,6 +19,7 @@ def bench() -> None:
 
 
 bench.add_command(cache)
+bench.add_command(cluster)
 bench.add_command(router)
 bench.add_command(scheduler)
 bench.add_command(serve)
