@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from bench.cache.command import cache
+from bench.cluster.command import cluster
 from bench.failover.command import failover
 from bench.router import router
 from bench.scheduler.command import scheduler
@@ -21,6 +22,7 @@ def bench() -> None:
 
 bench.add_command(cache)
 bench.add_command(failover)
+bench.add_command(cluster)
 bench.add_command(router)
 bench.add_command(scheduler)
 bench.add_command(serve)

@@ -217,13 +217,6 @@ class RouterConfig(Section):
         ge=0,
         le=1,
     )
-    load_factor: float = live(
-        1.25,
-        "Most load a replica may have, as a multiple of the mean, to be given a prefix that "
-        "no replica holds.",
-        ge=1,
-        le=100,
-    )
     cold_blocks: int = live(
         4, "First blocks of a prompt that are hashed to place such a prefix.", ge=1, le=1024
     )

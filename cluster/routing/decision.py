@@ -46,7 +46,9 @@ class Reason(StrEnum):
     COLD = "cold"
     """Nobody holds the prefix, and its first blocks hash to this replica."""
     COLD_OVERFLOW = "cold_overflow"
-    """As `COLD`, but those that the hash prefers have more than their share to do."""
+    """As `COLD`, but on those that the hash prefers it would take longer."""
+    FOLLOWS = "follows"
+    """Nobody holds the prefix, but a request of ours that is on its way there will leave it."""
     LEAST_WAIT = "least_wait"
     """Nothing to gain from a cache, and least to do."""
     ROUND_ROBIN = "round_robin"
@@ -86,6 +88,8 @@ class Decision:
     """That could have been chosen."""
     num_tied: int
     """As good as the best, among which a hash decided."""
+    cold_keys: Sequence[BlockKey] = ()
+    """The request's blocks, if nobody holds them yet."""
 
     @property
     def replica_id(self) -> str:

@@ -7,21 +7,28 @@ A replica's score is the prefill that its cache spares less the wait that its wo
 (`cluster.routing.score`), which orders replicas as the expected seconds until the request's first
 tokens do. Then, under the policy `prefix`:
 
-- Replicas within `tie_fraction` of the least expected time are equal; of those that hold the most
-  of the prefix a hash of the request decides, lest all ingresses choose the same one between two
-  reports.
+- Of the replicas that take no more than `_PATIENCE` times the least expected time, those that hold
+  the most of the prefix. The least alone would have each request computed again wherever there is
+  room just then, at the cost of all that wait there, and of what is evicted for it.
+- Of these, the ones within `tie_fraction` of the soonest are equal, and a hash of the request
+  decides, lest all ingresses choose the same one between two reports.
 - When no replica holds the first `cold_blocks` blocks (fewer do not count: a chat template opens
-  all prompts alike), they are hashed to a replica, so that equal prefixes meet before any cache
-  knows of them. It may have `load_factor` times the mean backlog and this request beside it
-  (consistent hashing with bounded loads, Mirrokni et al., 2018); else the next in order is asked.
+  all prompts alike), those blocks are what is hashed, so that equal prefixes meet before any cache
+  knows of them, whichever ingresses they come through. And what a request of ours that is on its
+  way there will leave in a cache counts as if it were there already. A prefix that nobody else
+  asks for is placed as one without a cache would be, but for the hash among equals.
 """
 
-from collections.abc import Collection
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cache.events import BlockKey
 from cluster.routing import rendezvous
 from cluster.routing.decision import Candidate, Decision, NoReplica, Reason, RouteRequest
 from cluster.routing.index import IndexView, PrefixIndex
@@ -32,6 +39,22 @@ from engine.wire import LoadReport
 _NUM_EXPLAINED = 4
 _MIN_TIE_S = 0.001
 """Differences below this are noise: less than a step of most engines."""
+
+_PATIENCE = 1.5
+"""A request may take so many times the least expected time to go where more of it is cached, or
+soon will be: what is not computed again is spared to all who come after it."""
+_MOST_EXPECTED = 1024
+"""Cold prefixes that are remembered until somebody holds them. One that has come and gone since
+then is taken for there once more, which costs a choice and no more."""
+_COLD = (Reason.COLD, Reason.COLD_OVERFLOW)
+
+
+class _Expected(NamedTuple):
+    """A request that was sent before anybody had its prefix."""
+
+    replica_id: str
+    number: int
+    keys: Sequence[BlockKey]
 
 
 @dataclass(slots=True)
@@ -65,6 +88,9 @@ class Router:
         self._loads: dict[str, ReplicaLoad] = {}
         self._names: dict[int, str] = {}
         self._turn = 0
+        self._expected: OrderedDict[BlockKey, _Expected] = OrderedDict()
+        """Cold prefixes that requests of ours will have cached, by the key that they are hashed by;
+        latest last."""
 
     def configure(self, config: RouterConfig) -> None:
         """Takes effect with the next request; default rates with each replica's next report."""
@@ -119,13 +145,26 @@ class Router:
 
     def book(self, decision: Decision, number: int) -> None:
         """The request was sent as this ingress's `number`-th to the replica. Counts until a report
-        has seen it; `unbook` it when it was refused, or has its first token before that."""
+        has seen it; `unbook` it when it was refused."""
         if (load := self._loads.get(decision.replica_id)) is not None:
             load.book(number, decision.uncached_tokens)
+            if decision.cold_keys:
+                self._note_cold(decision.cold_keys, decision.replica_id, number)
 
     def unbook(self, replica_id: str, number: int) -> None:
         if (load := self._loads.get(replica_id)) is not None:
             load.unbook(number)
+        for item, expected in self._expected.items():
+            if (expected.replica_id, expected.number) == (replica_id, number):
+                del self._expected[item]
+                break
+
+    def _note_cold(self, keys: Sequence[BlockKey], replica_id: str, number: int) -> None:
+        item = keys[min(self.config.cold_blocks, len(keys)) - 1]
+        self._expected[item] = _Expected(replica_id, number, keys)
+        self._expected.move_to_end(item)
+        if len(self._expected) > _MOST_EXPECTED:
+            self._expected.popitem(last=False)
 
     def load(self, replica_id: str) -> ReplicaLoad:
         """For metrics. Raises `KeyError` for an unknown replica."""
@@ -174,7 +213,9 @@ class Router:
         cold_blocks = self.config.cold_blocks
         first = min(cold_blocks, len(keys))
         if most_blocks < first:
-            return self._by_hash(survey, keys[first - 1])
+            return self._cold(survey, keys[first - 1])
+        if first:
+            self._expected.pop(keys[first - 1], None)
         item = survey.request.request_id.encode()
         if most_blocks < len(keys):
             # Prompts that go on alike beyond what is cached should meet, as cold ones do.
@@ -187,29 +228,46 @@ class Router:
 
     def _least(self, survey: _Survey, cost_s: Seconds, item: bytes) -> int:
         """Of the least cost; the hash of `item` decides among the tied."""
-        least_s = float(cost_s.min())
-        bound_s = least_s + max(least_s * self.config.tie_fraction, _MIN_TIE_S)
-        tied = np.flatnonzero(cost_s <= bound_s)
         if cost_s is survey.cost_s:
-            # What is as soon but computed again helps nobody: of the tied, those that hold most.
-            depths = survey.cached_tokens[tied]
-            tied = tied[depths == depths.max()]
+            # Of those that are not much later, the ones that have most, and of them the soonest.
+            near = np.flatnonzero(cost_s <= _PATIENCE * cost_s.min())
+            depths = survey.cached_tokens[near]
+            near = near[depths == depths.max()]
+            near_s = cost_s[near]
+            tied = near[near_s <= self._bound_s(near_s)]
+        else:
+            tied = np.flatnonzero(cost_s <= self._bound_s(cost_s))
         survey.num_tied = len(tied)
         weights = rendezvous.weights(self._table.seed[tied], rendezvous.point(item))
         return int(tied[weights.argmax()])
 
-    def _by_hash(self, survey: _Survey, item: bytes) -> tuple[int, Reason]:
-        """First in the item's order that has no more than its share to do."""
-        table, allowed = self._table, survey.allowed
-        backlog_s = table.backlog_s
-        share_s = self.config.load_factor * (backlog_s @ allowed) / survey.num_allowed
-        # The request itself comes on top, or an idle fleet would not take two alike together.
-        room_s = share_s + survey.request.num_tokens * table.token_s
-        weights = rendezvous.weights(table.seed, rendezvous.point(item)) * allowed
-        first = int(weights.argmax())
-        if backlog_s[first] <= room_s[first]:
-            return first, Reason.COLD
-        return int((weights * (backlog_s <= room_s)).argmax()), Reason.COLD_OVERFLOW
+    def _bound_s(self, cost_s: Seconds) -> float:
+        """What is no more than this is as good as the least."""
+        least_s = float(cost_s.min())
+        return least_s + max(least_s * self.config.tie_fraction, _MIN_TIE_S)
+
+    def _cold(self, survey: _Survey, item: bytes) -> tuple[int, Reason]:
+        """Where a request of ours with the same prefix has gone, or else by hash."""
+        slot = self._expect(survey, item)
+        if slot is not None and survey.cost_s[slot] <= _PATIENCE * survey.cost_s.min():
+            return slot, Reason.FOLLOWS
+        slot = self._least(survey, survey.blind_s, item)
+        weights = rendezvous.weights(self._table.seed, rendezvous.point(item)) * survey.allowed
+        return slot, Reason.COLD if slot == weights.argmax() else Reason.COLD_OVERFLOW
+
+    def _expect(self, survey: _Survey, item: bytes) -> int | None:
+        """Counts as cached what a request that is on its way will leave; returns where."""
+        expected = self._expected.get(item)
+        if expected is None or expected.replica_id not in self._loads:
+            return None
+        slot, table = self.index.slot(expected.replica_id), self._table
+        if not survey.allowed[slot]:
+            return None
+        room = (survey.request.num_tokens - 1) // table.block_size[slot]
+        num_common = _num_common(expected.keys, survey.request.keys)
+        survey.cached_tokens[slot] = cached_tokens = min(num_common, room) * table.block_size[slot]
+        survey.cost_s[slot] = survey.blind_s[slot] - cached_tokens * table.token_s[slot]
+        return slot
 
     def _of_two(self, survey: _Survey) -> int:
         """The less loaded of two that the request's hash picks."""
@@ -238,6 +296,7 @@ class Router:
             others=tuple([candidate(slot) for slot in _notable(survey) if slot != chosen]),
             num_replicas=survey.num_allowed,
             num_tied=survey.num_tied,
+            cold_keys=survey.request.keys if reason in _COLD else (),
         )
 
     def check_integrity(self) -> None:
@@ -262,3 +321,9 @@ def _notable(survey: _Survey) -> list[int]:
     if survey.blocks[deepest] and deepest not in slots:
         slots.append(deepest)
     return slots
+
+
+def _num_common(one: Sequence[BlockKey], other: Sequence[BlockKey]) -> int:
+    """Blocks that two chains have in common: a key stands for all before it."""
+    shorter = range(min(len(one), len(other)))
+    return bisect_left(shorter, True, key=lambda at: one[at] != other[at])

@@ -1,0 +1,1 @@
+"""`shoal bench cluster`: routing policies against each other, simulated and over real sockets."""
