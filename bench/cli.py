@@ -1,6 +1,5 @@
 """`shoal bench`: measures Shoal."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import click
 from bench.cache.command import cache
 from bench.cluster.command import cluster
 from bench.failover.command import failover
+from bench.figures import json_option, report, show_phase
 from bench.router import router
 from bench.scheduler.command import scheduler
 from bench.serve.command import serve
@@ -42,9 +42,7 @@ bench.add_command(serve)
 @click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads; default: all cores.")
 @click.option("--rounds", type=click.IntRange(1, 100), default=5, show_default=True)
 @click.option("--simulated", is_flag=True, help="Simulated executor: the engine without a model.")
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), help="Write the figures here."
-)
+@json_option
 @click.option(
     "--peers",
     is_flag=True,
@@ -103,8 +101,8 @@ def _one_engine(
             "executor": "simulated" if simulated else "model",
         }
     )
-    figures = bench_engine(config, rounds, lambda phase: click.echo(phase, err=True))
-    _report(figures, json_path)
+    figures = bench_engine(config, rounds, show_phase)
+    report(figures, json_path)
 
 
 @bench.command(epilog="Example: shoal bench ingress --proxy haproxy --json ingress.json")
@@ -113,20 +111,10 @@ def _one_engine(
 )
 @click.option("--requests", type=click.IntRange(16, 100_000), default=200, show_default=True)
 @click.option("--port", type=click.IntRange(1, 65535), default=8765, show_default=True)
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), help="Write the figures here."
-)
+@json_option
 def ingress(proxy: str, requests: int, port: int, json_path: Path | None) -> None:
     """What HTTP, Serve and the ingress add to an engine's time to first token."""
     from bench.ingress import bench_ingress
 
-    figures = bench_ingress(proxy, requests, port, lambda phase: click.echo(phase, err=True))
-    _report(figures, json_path)
-
-
-def _report(figures: dict[str, float | int | str], json_path: Path | None) -> None:
-    width = max(map(len, figures))
-    for key, value in figures.items():
-        click.echo(f"{key:<{width}}  {value}")
-    if json_path is not None:
-        json_path.write_text(json.dumps(figures, indent=2) + "\n")
+    figures = bench_ingress(proxy, requests, port, show_phase)
+    report(figures, json_path)

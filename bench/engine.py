@@ -7,9 +7,10 @@ it; times are taken at the client. Every figure is the median of the rounds.
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from bench.figures import Progress
 from bench.workload import Workload, load_workload
 from configs.engine import EngineConfig
 from engine.attempt import EngineRequest
@@ -62,9 +63,7 @@ async def send(client: EngineClient, prompts: Sequence[list[int]], output_tokens
     )
 
 
-async def _measure(
-    endpoint: str, rounds: int, progress: Callable[[str], None]
-) -> dict[str, list[float]]:
+async def _measure(endpoint: str, rounds: int, progress: Progress) -> dict[str, list[float]]:
     figures: dict[str, list[float]] = {}
 
     def note(key: str, value: float) -> None:
@@ -93,7 +92,7 @@ async def _measure(
 
 
 def bench_engine(
-    config: EngineConfig, rounds: int, progress: Callable[[str], None]
+    config: EngineConfig, rounds: int, progress: Progress
 ) -> dict[str, float | int | str]:
     """Starts an engine and runs W1 to W3. One metric a key; `ready_s` is from the start of the
     process until it listens with its weights loaded."""

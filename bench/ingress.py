@@ -9,13 +9,13 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.figures import Progress
 from cluster.preprocess import GenerationRequest, ModelLimits, Preprocessor
 from cluster.tokenizer import Tokenizer
 from configs.engine import CacheConfig, EngineConfig, SimulationConfig
@@ -44,7 +44,7 @@ class Target:
 
 
 def bench_ingress(
-    proxy: str, requests: int, port: int, progress: Callable[[str], None]
+    proxy: str, requests: int, port: int, progress: Progress
 ) -> dict[str, float | int | str]:
     """Starts a cluster with one simulated engine behind `proxy` ('python' or 'haproxy')."""
     from cluster.local_ray import LocalRay
@@ -93,9 +93,7 @@ def bench_ingress(
     }
 
 
-async def _measure(
-    target: Target, requests: int, progress: Callable[[str], None]
-) -> dict[str, float]:
+async def _measure(target: Target, requests: int, progress: Progress) -> dict[str, float]:
     messages = [{"role": "user", "content": "word " * _WARM_WORDS}]
     body: dict[str, Any] = {
         "model": "simulated",
@@ -231,9 +229,7 @@ async def _stage_totals(port: int) -> dict[str, tuple[float, float]]:
     return {stage: (found["sum"][stage], found["count"][stage]) for stage in found["sum"]}
 
 
-async def _measure_cpu(
-    target: Target, ingress_pid: int, progress: Callable[[str], None]
-) -> dict[str, float]:
+async def _measure_cpu(target: Target, ingress_pid: int, progress: Progress) -> dict[str, float]:
     """CPU that the ingress process spends on each token that it streams."""
     progress(f"CPU of {_CLIENTS} streams")
     body = {

@@ -5,17 +5,16 @@ to a depth of its own, drawn anew for each chain and replica, so that no two rep
 block of a walk loses some. A figure is over many chains, so that their masks come from memory.
 """
 
-import json
 import random
 import time
 import tracemalloc
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 
 import click
 import numpy as np
 
+from bench.figures import Figures, Progress, json_option, report, show_phase
 from cache.events import BlockKey, Tier
 from cluster.routing.decision import RouteRequest
 from cluster.routing.index import PrefixIndex
@@ -30,25 +29,17 @@ _SEED = 8
 _OPEN = 100
 """Decisions that are booked at a time."""
 
-Figures = dict[str, float | int | str]
-
 
 @click.command(epilog="Example: shoal bench router --json router.json")
 @click.option("--quick", is_flag=True, help="Few decisions and replicas: seconds, for tests.")
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), help="Write the figures here."
-)
+@json_option
 def router(quick: bool, json_path: Path | None) -> None:
     """The router: time of a decision by blocks and replicas, and memory of its index."""
-    figures = bench_router(quick, lambda phase: click.echo(phase, err=True))
-    width = max(map(len, figures))
-    for key, value in figures.items():
-        click.echo(f"{key:<{width}}  {value}")
-    if json_path is not None:
-        json_path.write_text(json.dumps(figures, indent=2) + "\n")
+    figures = bench_router(quick, show_phase)
+    report(figures, json_path)
 
 
-def bench_router(quick: bool, progress: Callable[[str], None]) -> Figures:
+def bench_router(quick: bool, progress: Progress) -> Figures:
     figures: Figures = {"benchmark": "router", "chains": _CHAINS, "depths": "uniform"}
     rounds = 5 if quick else 40
     for num_replicas in (8, 64) if quick else (8, 64, 1000):

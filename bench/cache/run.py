@@ -1,6 +1,6 @@
 """The parts of `shoal bench cache`, in order, as flat figures."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -12,9 +12,7 @@ from bench.cache.parts import measure_parts
 from bench.cache.replay import Chain, replay_cache, replay_lru, replay_optimum
 from bench.cache.rivals import measure_rivals
 from bench.cache.workloads import drifting_chains, num_distinct, scanned_chains, trace_chains
-
-Figures = dict[str, float | int | str]
-Progress = Callable[[str], None]
+from bench.figures import Figures, Progress
 
 _TRACES = ("conversation", "synthetic")
 _SHARES_PCT = (1, 5, 20)

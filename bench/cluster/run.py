@@ -5,7 +5,7 @@ higher it is, a loss the lower.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
@@ -13,8 +13,7 @@ from multiprocessing import get_context
 from bench.cluster.shape import PUBLISHED, Shape
 from bench.cluster.simulation import NETWORK_S, Simulation, Stage
 from bench.cluster.sockets import measure_sockets
-
-Figures = dict[str, float | int | str]
+from bench.figures import Figures, Progress
 
 POLICIES = ("prefix", "least_backlog", "round_robin", "power_of_two")
 _QUICK = replace(
@@ -60,7 +59,7 @@ class Ladder:
         return [simulation.stage(rate, self.num_requests) for rate in self.rates]
 
 
-def bench_cluster(quick: bool, progress: Callable[[str], None]) -> Figures:
+def bench_cluster(quick: bool, progress: Progress) -> Figures:
     shape = _QUICK if quick else PUBLISHED
     rates = (3, 120) if quick else (3, 10, 20, 30, 40, 50, 60)
     num_requests = shape.num_groups * shape.num_users

@@ -10,7 +10,7 @@ import contextlib
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bench.cluster.shape import BLOCK_SIZE, Prompt, Prompts, Shape
 from bench.cluster.simulation import Stage
+from bench.figures import Progress
 from cluster.fleet import FixedDirectory
 from cluster.identity import IngressIdentity, LiveSettings
 from cluster.preprocess import GenerationRequest, TokenPrompt
@@ -54,7 +55,7 @@ class _Load:
     num_requests: int
 
 
-def measure_sockets(quick: bool, progress: Callable[[str], None]) -> dict[str, float]:
+def measure_sockets(quick: bool, progress: Progress) -> dict[str, float]:
     shape = _SHAPE
     warm, load = _Load(8.0, 60 if quick else 90), _Load(16.0, 60 if quick else 180)
     stages: dict[str, Stage] = {}

@@ -7,19 +7,18 @@ was delivered once and carried over: it is compared with what the hash says with
 import asyncio
 import random
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from bench.failover.pool import Pool, opened
 from bench.failover.streams import Fault, Load, Record
+from bench.figures import Figures, Progress
 from cluster.placing import RequestCondemned
 from cluster.preprocess import GenerationRequest, TokenPrompt
 from configs.engine import CacheConfig, EngineConfig, SimulationConfig, TransportConfig
 from engine.executors.simulated import EOS_TOKEN_ID, draw, next_history
 from engine.wire import SamplingParams
-
-Figures = dict[str, float | int | str]
 
 _NAMES = ("a", "b", "c", "d")
 _LEASE_S = 2.0
@@ -74,7 +73,7 @@ def is_right(record: Record, simulation: SimulationConfig) -> bool:
 
 
 async def measure_chaos(
-    num_streams: int, max_tokens: int, num_waves: int, progress: Callable[[str], None]
+    num_streams: int, max_tokens: int, num_waves: int, progress: Progress
 ) -> Figures:
     """Each wave of streams sees one kill and one stop: no more than a request may survive."""
     random_ = random.Random(8)

@@ -8,12 +8,12 @@ import asyncio
 import random
 import signal
 import time
-from collections.abc import Callable
 from typing import Literal
 
-from bench.failover.chaos import Figures, recoveries
+from bench.failover.chaos import recoveries
 from bench.failover.pool import Pool, opened
 from bench.failover.streams import Load, Record
+from bench.figures import Figures, Progress
 from cluster.preprocess import GenerationRequest
 from configs.engine import EngineConfig
 from engine.wire import SamplingParams
@@ -41,7 +41,7 @@ async def measure_real(
     num_streams: int,
     max_tokens: int,
     num_kills: int,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> Figures:
     """Kills come no sooner after one another than twice what the first took to recover from, and
     not before the killed engine is back."""

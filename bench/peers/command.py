@@ -1,11 +1,11 @@
 """`shoal bench engine --peers`: runs the comparison and writes what it found."""
 
-import json
 import signal
 from pathlib import Path
 
 import click
 
+from bench.figures import Figures, show_phase, write
 from bench.peers import report
 from bench.peers.run import Outcome, measure_round, set_up, vocabulary
 from engine.user_cache import user_cache
@@ -24,15 +24,12 @@ def bench_peers(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     outcome = Outcome()
 
-    def progress(phase: str) -> None:
-        click.echo(phase, err=True)
-
-    entries = set_up(root or user_cache() / "peers", threads, outcome, progress)
+    entries = set_up(root or user_cache() / "peers", threads, outcome, show_phase)
     try:
         for number in range(1, rounds + 1):
-            measure_round(entries, number, vocabulary(), outcome, progress)
+            measure_round(entries, number, vocabulary(), outcome, show_phase)
             if json_path is not None:
-                json_path.write_text(json.dumps(_figures(outcome, threads), indent=2) + "\n")
+                write(_figures(outcome, threads), json_path)
     except KeyboardInterrupt:
         if not outcome.rounds:
             raise
@@ -44,8 +41,8 @@ def bench_peers(
     click.echo(report.table(outcome.rounds, outcome.missing, outcome.flags))
 
 
-def _figures(outcome: Outcome, threads: int) -> report.Figures:
-    head: report.Figures = {
+def _figures(outcome: Outcome, threads: int) -> Figures:
+    head: Figures = {
         "benchmark": "peers",
         "threads": threads,
         "rounds": len(outcome.rounds),

@@ -8,9 +8,10 @@ reported with the least and the most of any round.
 import statistics
 from collections.abc import Mapping, Sequence
 
+from bench.figures import Figures
+
 Round = Mapping[str, Mapping[str, float]]
 """By engine, by figure."""
-Figures = dict[str, float | int | str]
 
 OURS = "shoal"
 TITLES = {

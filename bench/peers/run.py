@@ -6,10 +6,11 @@ from round to round; which engine goes first moves on with each round.
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.figures import Progress
 from bench.peers.llama_cpp import LlamaCpp
 from bench.peers.report import OTHERS, Round
 from bench.peers.session import Engine, Shoal
@@ -25,8 +26,6 @@ from bench.peers.vllm import Vllm
 from bench.workload import load_workload
 from engine.models.resolve import DEFAULT_MODEL, resolve_model
 from engine.models.support import load_config
-
-Progress = Callable[[str], None]
 
 _LISTEN_S = 2.0
 

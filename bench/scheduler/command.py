@@ -1,9 +1,10 @@
 """`shoal bench scheduler`: its options."""
 
-import json
 from pathlib import Path
 
 import click
+
+from bench.figures import json_option, report, show_phase
 
 _PARTS = ("planning", "burst", "overlap", "model", "gains")
 
@@ -20,17 +21,11 @@ _PARTS = ("planning", "burst", "overlap", "model", "gains")
     type=click.Choice(_PARTS),
     help="Only this one; may be repeated.  [default: all, ten minutes]",
 )
-@click.option(
-    "--json", "json_path", type=click.Path(path_type=Path), help="Write the figures here."
-)
+@json_option
 def scheduler(quick: bool, parts: tuple[str, ...], json_path: Path | None) -> None:
     """The scheduler: cost of a plan, gain of overlap, a burst with classes and without, and what
     chunks, cache and the lack of phases give on the default model."""
     from bench.scheduler.run import bench_scheduler
 
-    figures = bench_scheduler(quick, parts or _PARTS, lambda phase: click.echo(phase, err=True))
-    width = max(map(len, figures))
-    for key, value in figures.items():
-        click.echo(f"{key:<{width}}  {value}")
-    if json_path is not None:
-        json_path.write_text(json.dumps(figures, indent=2) + "\n")
+    figures = bench_scheduler(quick, parts or _PARTS, show_phase)
+    report(figures, json_path)

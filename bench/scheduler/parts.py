@@ -8,6 +8,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+from bench.figures import Progress
 from bench.scheduler.traffic import Drive, Record, load_traffic
 from cache.keys import key_root
 from cache.prefix import PrefixCache
@@ -45,7 +46,7 @@ def load_executor() -> Executor:
     return ModelExecutor.load(EngineConfig(cache=CacheConfig(num_blocks=_NUM_BLOCKS)))
 
 
-def measure_parts(executor: Executor, progress: Callable[[str], None]) -> dict[str, float]:
+def measure_parts(executor: Executor, progress: Progress) -> dict[str, float]:
     progress("long texts: whole, in chunks, and found in the cache")
     whole, chunked, cached = _medians(
         [

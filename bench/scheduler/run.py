@@ -1,14 +1,12 @@
 """The parts of `shoal bench scheduler`, in order, as flat figures."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
+from bench.figures import Figures, Progress
 from bench.scheduler.burst import measure_burst
 from bench.scheduler.overlap import measure_model, measure_overlap
 from bench.scheduler.parts import load_executor, measure_parts
 from bench.scheduler.planning import measure_planning
-
-Figures = dict[str, float | int | str]
-Progress = Callable[[str], None]
 
 
 def bench_scheduler(quick: bool, parts: Collection[str], progress: Progress) -> Figures:
