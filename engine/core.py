@@ -20,6 +20,7 @@ from engine.curve import CurveKeys
 from engine.disk_io import DiskIO
 from engine.errors import RequestRejected
 from engine.load import LoadMeter
+from engine.load_reporter import LoadReporter
 from engine.plan import Executor, StepPlan
 from engine.request import Output, RequestKey, RequestState
 from engine.scheduler import Scheduler
@@ -32,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 _UNSENT_RETRY_S = 0.005
 _STOP_TIMEOUT_S = 5.0
-_MIN_REPORT_INTERVAL_S = 0.01
 _PLAN_EARLY = 0.2
 _PLAN_LEAD_S = 0.003
 """A step is planned this share of the running one, and this long, before that one's usual end."""
@@ -75,14 +75,15 @@ class EngineCore:
         self._stream = StreamLog(self.incarnation, config.transport.replay_frames)
         self._compute = ComputeThread(executor, self._transport.wake)
         self._meter = LoadMeter()
+        self._reporter = LoadReporter(
+            self._scheduler, self._meter, config.transport.load_report_interval_s
+        )
         self._plans: deque[StepPlan] = deque()
         """Submitted and not committed: the one that runs, and perhaps the next."""
         self._ahead_s = 0.0
         """When to plan the next one."""
         self._plan_s = 0.0
         """Spent on making plans and taking over results."""
-        self._reported_s = 0.0
-        self._reported_idle = False
         self._is_stopping = False
         self._is_draining = False
         self._wants_drain = False
@@ -262,32 +263,13 @@ class EngineCore:
         if cache_events:
             self._transport.publish(self._stream.append(to_delta(cache_events)))
         if now >= self._report_due_s():
-            self._reported_s, self._reported_idle = now, self.is_idle
-            self._transport.publish(self._stream.append(self._load_report(now)))
+            seen = {s.ingress_id: s.seen for s in self._transport.sessions.values()}
+            age_s = self._compute.step_age_s(now)
+            report = self._reporter.report(now, self.is_idle, age_s, seen)
+            self._transport.publish(self._stream.append(report))
 
     def _report_due_s(self) -> float:
-        """After the usual interval; sooner once all work is done, lest a router takes an idle
-        engine for a busy one."""
-        if self.is_idle and not self._reported_idle:
-            return self._reported_s + _MIN_REPORT_INTERVAL_S
-        return self._reported_s + self.config.transport.load_report_interval_s
-
-    def _load_report(self, now: float) -> wire.LoadReport:
-        scheduler, meter = self._scheduler, self._meter
-        return wire.LoadReport(
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
-            waiting_tokens=scheduler.num_uncomputed_tokens,
-            max_num_seqs=scheduler.config.max_num_seqs,
-            num_blocks=self._info.num_blocks,
-            used_blocks=scheduler.cache.pool.num_held,
-            prefill_tokens_per_s=meter.prefill_tokens_per_s,
-            decode_tokens_per_s=meter.decode_tokens_per_s,
-            step_s=meter.last_step_s,
-            step_age_s=self._compute.step_age_s(now),
-            preemptions=scheduler.counts.preempted,
-            seen={s.ingress_id: s.seen for s in self._transport.sessions.values()},
-        )
+        return self._reporter.due_s(self.is_idle)
 
     # ------------------------------------------------------------ messages
 

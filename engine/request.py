@@ -19,7 +19,6 @@ from engine.wire import (
     SamplingParams,
     ServiceClass,
     TokenItem,
-    TokenLogprobs,
 )
 
 RequestKey = tuple[str, str]
@@ -139,13 +138,13 @@ Output = tuple[RequestState, TokenItem]
 """What a request has to tell: new tokens, its end, or both."""
 
 
-def output_of(
-    request: RequestState,
-    offset: int,
-    token_ids: tuple[int, ...] = (),
-    logprobs: tuple[TokenLogprobs, ...] | None = None,
-    finish: Finish | None = None,
-) -> Output:
-    cached = request.cached_tokens or 0
-    item = TokenItem(request.key[1], request.attempt, offset, token_ids, finish, cached, logprobs)
-    return request, item
+def ended(request: RequestState, finish: Finish) -> Output:
+    """Its end, without new tokens."""
+    return request, TokenItem(
+        request.key[1],
+        request.attempt,
+        request.num_output_tokens,
+        (),
+        finish,
+        request.cached_tokens or 0,
+    )

@@ -11,8 +11,6 @@ which is where it is needed. What the second computes for a request that has end
 """
 
 from collections import Counter
-from itertools import compress
-from operator import not_
 
 from cache.prefix import PrefixCache, RequestBlocks
 from cache.tiers import LowerTiers
@@ -21,7 +19,7 @@ from engine.counts import SchedulerCounts
 from engine.draft import Draft, Flight, prefill_budget
 from engine.errors import RequestRejected
 from engine.plan import Start, StepPlan, StepResult
-from engine.request import Output, RequestKey, RequestState, by_order, output_of
+from engine.request import Output, RequestKey, RequestState, by_order, ended
 from engine.request_cache import RequestCache
 from engine.waiting import WaitingQueue, ttft_s
 from engine.wire import Finish, FinishReason, RejectCode, TokenItem
@@ -92,7 +90,7 @@ class Scheduler:
                 RejectCode.STALE_ATTEMPT, f"request {request.key[1]!r} is already here"
             )
         if (reason := request.finish_reason()) is not None:
-            return [output_of(request, request.num_output_tokens, finish=Finish(reason))]
+            return [ended(request, Finish(reason))]
         self._waiting.check_room(request, self.config)
         request.ticket = self._next_ticket
         request.arrived_s = now
@@ -120,7 +118,7 @@ class Scheduler:
         for request in late:
             self._end(request)
         self.counts.timed_out += len(late)
-        return [output_of(each, each.num_output_tokens, finish=finish) for each in late]
+        return [ended(each, finish) for each in late]
 
     def schedule(self, now: float = 0.0, prefill_tokens_per_s: float = 0.0) -> StepPlan | None:
         """The next step, or None when there is nothing to compute. The rate is that of late; 0:
@@ -195,14 +193,16 @@ class Scheduler:
         those that have yet to start. So a short one waits for those before it, and for no long one;
         and the long ones have the other half at least."""
         longest = self.config.long_prefill_threshold
-        is_long = [request.num_unplanned_tokens > longest for request in requests]
-        short = list(compress(requests, map(not_, is_long)))
+
+        def is_long(request: RequestState) -> bool:
+            return request.num_unplanned_tokens > longest
+
         num_tokens = min(draft.prefill_budget, draft.budget)
-        wanted = sum(request.num_unplanned_tokens for request in short)
+        wanted = sum(each.num_unplanned_tokens for each in requests if not is_long(each))
         if len(self._running) < self.config.max_num_seqs:
             wanted += self._waiting.num_short_tokens(longest)
         draft.long_budget = num_tokens - min(wanted, num_tokens // 2)
-        for request in (*short, *compress(requests, is_long)):
+        for request in sorted(requests, key=is_long):
             if request.table is None:  # Preempted a moment ago.
                 continue
             length = self._length(request, draft)
@@ -417,8 +417,7 @@ class Scheduler:
     def _fail(self, request: RequestState, reason: str) -> Output:
         if request.key in self.requests:
             self._end(request)
-        finish = Finish(FinishReason.ERROR, reason)
-        return output_of(request, request.num_output_tokens, finish=finish)
+        return ended(request, Finish(FinishReason.ERROR, reason))
 
     # ------------------------------------------------------------ checking
 

@@ -14,14 +14,12 @@ from bench.cluster.shape import BLOCK_SIZE, Shape
 from cache.prefix import PrefixCache
 from configs.engine import CacheConfig, SchedulerConfig, TransportConfig
 from engine.load import LoadMeter
+from engine.load_reporter import LoadReporter
 from engine.plan import StepPlan, StepResult
 from engine.request import Output, RequestState
 from engine.scheduler import Scheduler
 from engine.stream import StreamLog, to_delta
-from engine.wire import LoadReport, StreamFrame, TokenItem
-
-_SOON_S = 0.01
-"""Least time between two reports, as in `engine.core`."""
+from engine.wire import StreamFrame, TokenItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +48,12 @@ class SimulatedEngine:
         self.scheduler = Scheduler(SchedulerConfig(overlap=False), cache, BLOCK_SIZE)
         self.stream = StreamLog(1, replay_frames=16)
         self._executor = CostExecutor(shape)
-        self._num_blocks = shape.num_blocks
         self._clock = clock
         self._deliver = deliver
         self._seen: dict[str, int] = {}
         self._step: tuple[StepPlan, StepResult, float] | None = None
-        self._interval_s = TransportConfig().load_report_interval_s
-        self._reported_s = 0.0
-        self._reported_idle = False
+        interval_s = TransportConfig().load_report_interval_s
+        self._reporter = LoadReporter(self.scheduler, self.meter, interval_s)
         self._armed_s = 0.0
         self._turn([])
 
@@ -92,8 +88,9 @@ class SimulatedEngine:
         if events := self.scheduler.cache.drain_events():
             frames.append(self.stream.append(to_delta(events)))
         if now_s >= self._due_s:
-            self._reported_s, self._reported_idle = now_s, self._is_idle
-            frames.append(self.stream.append(self._report()))
+            age_s = now_s - self._step[2] if self._step is not None else 0.0
+            report = self._reporter.report(now_s, self._is_idle, age_s, dict(self._seen))
+            frames.append(self.stream.append(report))
         items: dict[str, list[TokenItem]] = {}
         for request, item in outputs:
             items.setdefault(request.key[0], []).append(item)
@@ -109,22 +106,4 @@ class SimulatedEngine:
 
     @property
     def _due_s(self) -> float:
-        is_soon = self._is_idle and not self._reported_idle
-        return self._reported_s + (_SOON_S if is_soon else self._interval_s)
-
-    def _report(self) -> LoadReport:
-        scheduler, meter = self.scheduler, self.meter
-        return LoadReport(
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
-            waiting_tokens=scheduler.num_uncomputed_tokens,
-            max_num_seqs=scheduler.config.max_num_seqs,
-            num_blocks=self._num_blocks,
-            used_blocks=scheduler.cache.pool.num_held,
-            prefill_tokens_per_s=meter.prefill_tokens_per_s,
-            decode_tokens_per_s=meter.decode_tokens_per_s,
-            step_s=meter.last_step_s,
-            step_age_s=self._clock.now_s - self._step[2] if self._step is not None else 0.0,
-            preemptions=scheduler.counts.preempted,
-            seen=dict(self._seen),
-        )
+        return self._reporter.due_s(self._is_idle)

@@ -10,22 +10,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 
-from bench.cluster.shape import PUBLISHED, Shape
+from bench.cluster.shape import PUBLISHED, QUARTER, Shape
 from bench.cluster.simulation import NETWORK_S, Simulation, Stage
 from bench.cluster.sockets import measure_sockets
 from bench.figures import Figures, Progress
 
 POLICIES = ("prefix", "least_backlog", "round_robin", "power_of_two")
-_QUICK = replace(
-    PUBLISHED,
-    num_engines=4,
-    kv_tokens=31_200,
-    num_groups=30,
-    num_users=3,
-    shared_tokens=1600,
-    own_tokens=480,
-    output_tokens=40,
-)
 _UNSHARED = replace(
     PUBLISHED,
     num_groups=4096,
@@ -60,7 +50,7 @@ class Ladder:
 
 
 def bench_cluster(quick: bool, progress: Progress) -> Figures:
-    shape = _QUICK if quick else PUBLISHED
+    shape = QUARTER if quick else PUBLISHED
     rates = (3, 120) if quick else (3, 10, 20, 30, 40, 50, 60)
     num_requests = shape.num_groups * shape.num_users
     figures: Figures = {"benchmark": "cluster", "network_s": NETWORK_S, "requests": num_requests}

@@ -6,47 +6,27 @@ empty caches, and is sent the same requests at the same times.
 """
 
 import asyncio
-import contextlib
 import random
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tokenizers import Tokenizer as Backend
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
-
-from bench.cluster.shape import BLOCK_SIZE, Prompt, Prompts, Shape
+from bench.cluster.shape import BLOCK_SIZE, QUARTER, Prompt, Prompts, Shape
 from bench.cluster.simulation import Stage
 from bench.figures import Progress
-from cluster.fleet import FixedDirectory
+from bench.pool import Pool, opened
 from cluster.identity import IngressIdentity, LiveSettings
 from cluster.preprocess import GenerationRequest, TokenPrompt
 from cluster.served_model import ServedModel
-from cluster.tokenizer import Tokenizer
 from configs.engine import CacheConfig, EngineConfig, SimulationConfig
 from configs.secret import read_secret, write_secret
 from configs.shoal import RouterConfig
-from engine.launcher import LocalEngine
 from engine.wire import SamplingParams
-from replicas.directory import ModelEntry
 
-_SHAPE = Shape(
-    num_engines=4,
-    kv_tokens=31_200,
-    num_groups=30,
-    num_users=3,
-    shared_tokens=1600,
-    own_tokens=480,
-    output_tokens=40,
-    step_s=0.02,
-    token_s=0.0005,
-    context_token_s=0.0,
-)
-"""The published shape at a quarter of its lengths, with a step that is several times as long."""
-_START_TIMEOUT_S = 30.0
+_SHAPE = replace(QUARTER, step_s=0.02, token_s=0.0005, context_token_s=0.0)
+"""With a step that is several times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +41,7 @@ def measure_sockets(quick: bool, progress: Progress) -> dict[str, float]:
     stages: dict[str, Stage] = {}
     for policy in ("prefix", "round_robin"):
         progress(f"{shape.num_engines} engine processes, {policy}")
-        with _engines(shape) as (endpoints, secret):
-            stages[policy] = asyncio.run(_serve(shape, policy, endpoints, secret, (warm, load)))
+        stages[policy] = asyncio.run(_serve(shape, policy, (warm, load)))
     ours, theirs = stages["prefix"], stages["round_robin"]
     ttft_ratio = theirs.ttft_percentile_s(90) / ours.ttft_percentile_s(90)
     return {
@@ -77,11 +56,9 @@ def measure_sockets(quick: bool, progress: Progress) -> dict[str, float]:
     }
 
 
-@contextlib.contextmanager
-def _engines(shape: Shape) -> Iterator[tuple[tuple[str, ...], bytes]]:
-    """Their endpoints, and the secret that keys their blocks."""
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
+async def _serve(shape: Shape, policy: str, loads: tuple[_Load, ...]) -> Stage:
+    """The last of `loads`."""
+    with tempfile.TemporaryDirectory() as folder:
         secret_file = Path(folder) / "secret"
         write_secret(secret_file)
         config = EngineConfig(
@@ -90,28 +67,12 @@ def _engines(shape: Shape) -> Iterator[tuple[tuple[str, ...], bytes]]:
             simulation=SimulationConfig(step_s=shape.step_s, token_s=shape.token_s),
             cluster_secret_file=str(secret_file),
         )
-        engines = [stack.enter_context(LocalEngine.start(config)) for _ in range(shape.num_engines)]
-        yield tuple(engine.endpoint for engine in engines), read_secret(secret_file)
-
-
-async def _serve(
-    shape: Shape, policy: str, endpoints: tuple[str, ...], secret: bytes, loads: tuple[_Load, ...]
-) -> Stage:
-    """The last of `loads`."""
-    settings = LiveSettings(router=RouterConfig.model_validate({"policy": policy}))
-    entry = ModelEntry("simulated", "simulated")
-    model = ServedModel(entry, IngressIdentity("bench", secret, settings), _tokenizer)
-    model.open()
-    try:
-        view = await FixedDirectory(entry, endpoints).next_view(None)
-        model.update(view.engines, is_complete=True)
-        async with asyncio.timeout(_START_TIMEOUT_S):
-            while model.num_ready < len(endpoints) or not model.is_ready:
-                await asyncio.sleep(0.02)
-        prompts, rng = iter(Prompts(shape)), random.Random(shape.seed)
-        stages = [await _stage(model, shape, prompts, rng, load) for load in loads]
-    finally:
-        await model.close()
+        settings = LiveSettings(router=RouterConfig.model_validate({"policy": policy}))
+        pool = Pool(config, IngressIdentity("bench", read_secret(secret_file), settings))
+        names = [f"engine-{number}" for number in range(shape.num_engines)]
+        async with opened(pool, names):
+            prompts, rng = iter(Prompts(shape)), random.Random(shape.seed)
+            stages = [await _stage(pool.model, shape, prompts, rng, load) for load in loads]
     return stages[-1]
 
 
@@ -143,9 +104,3 @@ async def _stage(
     await asyncio.gather(*tasks)
     stage.ended_s = time.perf_counter()
     return stage
-
-
-def _tokenizer(source: str) -> Tokenizer:
-    """A word for each id: nothing here is tokenised, but answers are turned into text."""
-    words = {f"word{token_id}": token_id for token_id in range(32_000)}
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=Backend(WordLevel(words, "word0"))))

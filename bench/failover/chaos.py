@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.failover.pool import Pool, opened
 from bench.failover.streams import Fault, Load, Record
 from bench.figures import Figures, Progress
+from bench.pool import Pool, opened
 from cluster.placing import RequestCondemned
 from cluster.preprocess import GenerationRequest, TokenPrompt
 from configs.engine import CacheConfig, EngineConfig, SimulationConfig, TransportConfig
-from engine.executors.simulated import EOS_TOKEN_ID, draw, next_history
+from engine.executors.simulated import EOS_TOKEN_ID, reference_output
 from engine.wire import SamplingParams
 
 _NAMES = ("a", "b", "c", "d")
@@ -61,15 +61,8 @@ def is_right(record: Record, simulation: SimulationConfig) -> bool:
     prompt, max_tokens = record.request.prompt, record.request.max_tokens
     assert isinstance(prompt, TokenPrompt)
     assert max_tokens is not None
-    sampling = SamplingParams(seed=record.request.seed or 0)
-    history = 0
-    for token_id in prompt.ids:
-        history = next_history(history, token_id)
-    for position, token_id in enumerate(record.tokens, len(prompt.ids)):
-        if token_id != draw(history, position, sampling, simulation):
-            return False
-        history = next_history(history, token_id)
-    return len(record.tokens) == max_tokens
+    sampling = SamplingParams(max_tokens=max_tokens, seed=record.request.seed or 0)
+    return record.tokens == reference_output(prompt.ids, sampling, simulation)
 
 
 async def measure_chaos(

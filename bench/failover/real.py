@@ -11,9 +11,9 @@ import time
 from typing import Literal
 
 from bench.failover.chaos import recoveries
-from bench.failover.pool import Pool, opened
 from bench.failover.streams import Load, Record
 from bench.figures import Figures, Progress
+from bench.pool import Pool, opened
 from cluster.preprocess import GenerationRequest
 from configs.engine import EngineConfig
 from engine.wire import SamplingParams

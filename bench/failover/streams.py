@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 
-from bench.failover.pool import Pool
+from bench.pool import Pool
 from cluster.preprocess import GenerationRequest
 from cluster.served_model import Started
 from engine.errors import ShoalError

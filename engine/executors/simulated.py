@@ -10,7 +10,7 @@ with it all that runs there.
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -42,6 +42,22 @@ def draw(history: int, position: int, sampling: SamplingParams, config: Simulati
     if config.eos_period and value % config.eos_period == 0:
         return EOS_TOKEN_ID
     return 1 + (value >> 16) % (config.vocab_size - 1)
+
+
+def reference_output(
+    prompt: Sequence[int], sampling: SamplingParams, config: SimulationConfig
+) -> list[int]:
+    """What it answers, computed without blocks, plans or batches; ends as an engine would."""
+    history = _EMPTY
+    for token_id in prompt:
+        history = next_history(history, token_id)
+    output: list[int] = []
+    while len(output) < sampling.max_tokens:
+        output.append(draw(history, len(prompt) + len(output), sampling, config))
+        history = next_history(history, output[-1])
+        if output[-1] == EOS_TOKEN_ID and len(output) >= sampling.min_tokens:
+            break
+    return output
 
 
 def _hold_gil(seconds: float) -> None:

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.failover.pool import Pool as EnginePool
-from bench.failover.pool import opened
+from bench.pool import Pool as EnginePool
+from bench.pool import opened
 from cluster.generation import Generation
 from cluster.postprocess import OutputDelta
 from cluster.preprocess import GenerationRequest, TokenPrompt

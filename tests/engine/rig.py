@@ -18,7 +18,8 @@ from configs.engine import (
     TransportConfig,
 )
 from engine.core import EngineCore
-from engine.executors.simulated import SimulatedExecutor, draw, next_history
+from engine.executors import simulated
+from engine.executors.simulated import SimulatedExecutor
 from engine.plan import Executor, StepPlan
 from engine.request import Output, RequestKey, RequestState
 from engine.scheduler import Scheduler
@@ -31,17 +32,8 @@ SIMULATION = SimulationConfig(vocab_size=50, eos_period=40)
 def reference_output(
     prompt: Sequence[int], sampling: SamplingParams, simulation: SimulationConfig = SIMULATION
 ) -> list[int]:
-    """What the simulated model answers, computed without blocks, plans or batches."""
-    history = 0
-    for token_id in prompt:
-        history = next_history(history, token_id)
-    output: list[int] = []
-    while len(output) < sampling.max_tokens:
-        output.append(draw(history, len(prompt) + len(output), sampling, simulation))
-        history = next_history(history, output[-1])
-        if output[-1] == 0 and len(output) >= sampling.min_tokens:
-            break
-    return output
+    """What the simulated model answers."""
+    return simulated.reference_output(prompt, sampling, simulation)
 
 
 def lengths(plan: StepPlan) -> list[int]:

@@ -37,9 +37,9 @@ class Letters:
 class Pool:
     """Engines by replica id. Use `opened`."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, identity: IngressIdentity | None = None) -> None:
         self.config = config
-        self.identity = IngressIdentity.random()
+        self.identity = identity or IngressIdentity.random()
         self.engines: dict[str, LocalEngine] = {}
         self.entries: dict[str, EngineEntry] = {}
         self.killed: set[str] = set()
