@@ -115,6 +115,29 @@ def test_bfloat16_is_as_close_as_transformers_own(name, backend):
     assert error <= 1e-2 * (expected.max() - expected.min())
 
 
+@pytest.mark.parametrize("name", [name for name in FUSED_NAMES if name not in EXPERT_NAMES])
+def test_threads_that_take_rows_of_their_own_compute_the_same(name):
+    """Many rows are dealt out to threads by rows, where one thread alone takes all by columns."""
+    if not cpu_kernels(print):
+        pytest.skip("no C++ compiler")
+    model = load_model(tiny_model(name), CPU, "bfloat16")
+    generator = torch.Generator().manual_seed(11)
+    parts = [(s, 0, torch.randint(3, 384, (n,), generator=generator).tolist())
+             for s, n in enumerate((190, 7, 203, 1))]  # fmt: skip
+    rows = [189, 196, 399, 400]
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(Run(model, [len(ids) for _, _, ids in parts]).step(parts, rows))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.isfinite(found[0]).all()
+    for other in found[1:]:
+        assert torch.equal(other, found[0])
+
+
 @pytest.mark.parametrize("name", FUSED_NAMES)
 def test_greedy_is_transformers(name, backend):
     model = load_model(tiny_model(name), CPU)

@@ -30,6 +30,8 @@ class Tiles {
       config[16 + 2 * tile] = 64;  // bytes of a row, 16 bits little endian
       config[48 + tile] = 16;      // rows
     }
+    // gcc takes the instruction to read 8 bytes of them, and may leave the others unwritten.
+    asm volatile("" ::"r"(config) : "memory");
     _tile_loadconfig(config);
   }
   // Others in the process (oneDNN) configure tiles too, and expect none to be in use.

@@ -10,6 +10,7 @@
 #include "attention.h"
 
 #include "amx.h"
+#include "vector.h"
 
 #if SHOAL_AMX
 
@@ -24,26 +25,10 @@ constexpr int64_t kRows = 16;
 constexpr int64_t kTile = 256;   // float32 elements, or pairs of bfloat16
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
-__m512 exp16(__m512 x) {
-  x = _mm512_max_ps(x, _mm512_set1_ps(-200.0f));  // scalef takes these to zero
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)),
-                                        _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
-  // The error of a degree 5 polynomial is far below what bfloat16 weights keep.
-  __m512 p = _mm512_set1_ps(8.3334519073e-3f);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(p, n);
-}
-
 __m512 softcap16(__m512 x, float cap) {
-  __m512 z = _mm512_mul_ps(x, _mm512_set1_ps(2.0f / cap));
-  z = _mm512_min_ps(z, _mm512_set1_ps(30.0f));
-  const __m512 e = exp16(z), one = _mm512_set1_ps(1.0f);
+  __m512 z = _mm512_mul_ps(x, _mm512_set1_ps(2.0f * kLog2E / cap));
+  z = _mm512_min_ps(z, _mm512_set1_ps(43.0f));
+  const __m512 e = exp2_16(z), one = _mm512_set1_ps(1.0f);
   const __m512 tanh = _mm512_div_ps(_mm512_sub_ps(e, one), _mm512_add_ps(e, one));
   return _mm512_mul_ps(tanh, _mm512_set1_ps(cap));
 }
@@ -95,7 +80,7 @@ class AmxSegment {
         key_steps_(round_up(dim_, 32) / 32), value_tiles_(dim_ / 16),
         in_place_(in.block_size % 16 == 0 && dim_ % 32 == 0) {
     allocate();
-    for (int64_t row = 0; row < rows_; ++row) load_query(row);
+    for (int64_t tile = 0; tile < row_tiles_; ++tile) load_queries(tile);
   }
 
   void run(float* partials) {
@@ -104,10 +89,9 @@ class AmxSegment {
       const int64_t count = std::min(kChunk, segment_.high - from);
       score(from, count);
       load_values(from, count);
-      for (int64_t tile = 0; tile < row_tiles_; ++tile) {
-        weigh(tile, from, count, from == begin);
-        accumulate(tile, count);
-      }
+      for (int64_t tile = 0; tile < row_tiles_; ++tile) weigh(tile, from, count, from == begin);
+      // Not before all are weighed: a tile cannot be loaded from what was stored just now.
+      for (int64_t tile = 0; tile < row_tiles_; ++tile) accumulate(tile, count);
     }
     finish(partials);
   }
@@ -125,14 +109,13 @@ class AmxSegment {
     queries_ = memory.queries.reserve(row_tiles_ * key_steps_ * 2 * kTile);
     keys_ = memory.keys.reserve(kRows * key_steps_ * 32);
     values_ = memory.values.reserve(kChunk / 32 * value_tiles_ * 2 * kTile);
-    weights_ = memory.weights.reserve(kChunk / 32 * 2 * kTile);
+    weights_ = memory.weights.reserve(row_tiles_ * kChunk / 32 * 2 * kTile);
     scores_ = memory.scores.reserve(row_tiles_ * kChunk * kRows);
     sums_ = memory.sums.reserve(row_tiles_ * value_tiles_ * kTile);
     maxima_ = memory.maxima.reserve(row_tiles_ * kRows);
     totals_ = memory.totals.reserve(row_tiles_ * kRows);
     row_sum_ = memory.row_sum.reserve(dim_);
     positions_ = memory.positions.reserve(row_tiles_ * kRows);
-    std::fill_n(queries_, row_tiles_ * key_steps_ * 2 * kTile, bf16{0});
     std::fill_n(sums_, row_tiles_ * value_tiles_ * kTile, 0.0f);
     std::fill_n(maxima_, row_tiles_ * kRows, kHidden);
     std::fill_n(totals_, row_tiles_ * kRows, 0.0f);
@@ -141,16 +124,28 @@ class AmxSegment {
     std::fill_n(positions_, row_tiles_ * kRows, static_cast<int32_t>(last));
   }
 
-  void load_query(int64_t row) {
-    const int64_t query = segment_.first + row / group_;
-    const bf16* source = in_.queries + plan_.tokens[query] * in_.shape.heads * dim_ +
-                         (kv_head_ * group_ + row % group_) * dim_;
-    bf16* tiles = queries_ + row / kRows * key_steps_ * 2 * kTile + row % kRows * 2;
-    for (int64_t i = 0; i < dim_; i += 2) {
-      bf16* pair = tiles + i / 32 * 2 * kTile + i % 32 / 2 * 32;
-      std::memcpy(pair, source + i, 2 * sizeof(bf16));
+  // 16 rows as second operands.
+  void load_queries(int64_t tile) {
+    const int64_t first = tile * kRows, count = std::min(kRows, rows_ - first);
+    const bf16* sources[kRows];
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t row = first + i, query = segment_.first + row / group_;
+      sources[i] = in_.queries + plan_.tokens[query] * in_.shape.heads * dim_ +
+                   (kv_head_ * group_ + row % group_) * dim_;
+      positions_[row] = static_cast<int32_t>(plan_.positions[query]);
     }
-    positions_[row] = static_cast<int32_t>(plan_.positions[query]);
+    for (int64_t step = 0; step < key_steps_; ++step) {
+      const int64_t left = std::min<int64_t>(32, dim_ - step * 32);
+      const __mmask32 inside = left == 32 ? ~__mmask32{0} : (__mmask32{1} << left) - 1;
+      __m512i pairs[kRows];
+      for (int64_t i = 0; i < kRows; ++i) {
+        pairs[i] = i < count ? _mm512_maskz_loadu_epi16(inside, sources[i] + step * 32)
+                             : _mm512_setzero_si512();
+      }
+      transpose(pairs);
+      bf16* out = queries_ + (tile * key_steps_ + step) * 2 * kTile;
+      for (int64_t i = 0; i < kRows; ++i) _mm512_storeu_si512(out + i * 32, pairs[i]);
+    }
   }
 
   // 16 keys from `from` as a first operand, rows `stride` elements apart.
@@ -263,42 +258,74 @@ class AmxSegment {
   // Scores of 16 rows to weights, as first operands [32 keys]; rescales the sums so far.
   void weigh(int64_t tile, int64_t from, int64_t count, bool first) {
     float* scores = scores_ + tile * kChunk * kRows;
-    const bool whole = all_seen(tile, from, count);
-    const __m512 hidden = _mm512_set1_ps(kHidden), scale = _mm512_set1_ps(options_.scale);
-    const __m512 old = _mm512_loadu_ps(maxima_ + tile * kRows);
-    __m512 maximum = old;
-    for (int64_t key = 0; key < count; ++key) {
-      __m512 s = _mm512_mul_ps(_mm512_loadu_ps(scores + key * kRows), scale);
-      if (options_.softcap != 0.0f) s = softcap16(s, options_.softcap);
-      if (!whole) s = _mm512_mask_blend_ps(seen(tile, from + key), hidden, s);
-      _mm512_storeu_ps(scores + key * kRows, s);
-      maximum = _mm512_max_ps(maximum, s);
+    if (options_.softcap != 0.0f) cap(scores, count);
+    const float scale = options_.softcap != 0.0f ? 1.0f : options_.scale;
+    const __m512 hidden = _mm512_set1_ps(kHidden);
+    if (!all_seen(tile, from, count)) {
+      for (int64_t key = 0; key < count; ++key) {
+        float* place = scores + key * kRows;
+        const __m512 s = _mm512_loadu_ps(place);
+        _mm512_storeu_ps(place, _mm512_mask_blend_ps(seen(tile, from + key), hidden, s));
+      }
     }
+    const __m512 old = _mm512_loadu_ps(maxima_ + tile * kRows);
+    const __m512 maximum =
+        _mm512_max_ps(old, _mm512_mul_ps(largest(scores, count), _mm512_set1_ps(scale)));
     // Rows that have seen nothing yet: any finite base gives them weights of zero.
     const __mmask16 blind = _mm512_cmpeq_ps_mask(maximum, hidden);
     const __m512 base = _mm512_mask_blend_ps(blind, maximum, _mm512_setzero_ps());
-    const __m512 factor = exp16(_mm512_sub_ps(old, base));
-    __m512 total = _mm512_mul_ps(_mm512_loadu_ps(totals_ + tile * kRows), factor);
+    const __m512 log2e = _mm512_set1_ps(kLog2E);
+    const __m512 factor = exp2_16(_mm512_mul_ps(_mm512_sub_ps(old, base), log2e));
+    const __m512 unit = _mm512_set1_ps(scale * kLog2E), shift = _mm512_mul_ps(base, log2e);
     const __m512 zero = _mm512_setzero_ps();
+    __m512 evens = _mm512_mul_ps(_mm512_loadu_ps(totals_ + tile * kRows), factor), odds = zero;
     for (int64_t step = 0; step < count; step += 32) {
       __m512i pairs[16];
       for (int64_t i = 0; i < 16; ++i) {
         const int64_t key = step + 2 * i;
         const auto weight = [&](int64_t k) {
-          return k < count ? exp16(_mm512_sub_ps(_mm512_loadu_ps(scores + k * kRows), base))
-                           : zero;
+          if (k >= count) return zero;
+          return exp2_16(_mm512_fmsub_ps(_mm512_loadu_ps(scores + k * kRows), unit, shift));
         };
         const __m512 even = weight(key), odd = weight(key + 1);
-        total = _mm512_add_ps(total, _mm512_add_ps(even, odd));
+        evens = _mm512_add_ps(evens, even);
+        odds = _mm512_add_ps(odds, odd);
         pairs[i] = round_pair(even, odd);
       }
       transpose(pairs);
-      bf16* out = weights_ + step / 32 * 2 * kTile;
+      bf16* out = weights(tile, step);
       for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(out + i * 32, pairs[i]);
     }
     _mm512_storeu_ps(maxima_ + tile * kRows, maximum);
-    _mm512_storeu_ps(totals_ + tile * kRows, total);
+    _mm512_storeu_ps(totals_ + tile * kRows, _mm512_add_ps(evens, odds));
     if (!first && _mm512_cmpneq_ps_mask(maximum, old) != 0) rescale(tile, factor);
+  }
+
+  // Of 16 rows and the 32 keys from `step` on.
+  bf16* weights(int64_t tile, int64_t step) const {
+    return weights_ + (tile * kChunk + step) / 32 * 2 * kTile;
+  }
+
+  void cap(float* scores, int64_t count) const {
+    const __m512 scale = _mm512_set1_ps(options_.scale);
+    for (int64_t key = 0; key < count; ++key) {
+      float* place = scores + key * kRows;
+      const __m512 s = _mm512_mul_ps(_mm512_loadu_ps(place), scale);
+      _mm512_storeu_ps(place, softcap16(s, options_.softcap));
+    }
+  }
+
+  // Of each row.
+  static __m512 largest(const float* scores, int64_t count) {
+    const auto of = [&](int64_t key) { return _mm512_loadu_ps(scores + key * kRows); };
+    __m512 first = _mm512_set1_ps(kHidden), second = first;
+    int64_t key = 0;
+    for (; key + 4 <= count; key += 4) {
+      first = _mm512_max_ps(first, _mm512_max_ps(of(key), of(key + 1)));
+      second = _mm512_max_ps(second, _mm512_max_ps(of(key + 2), of(key + 3)));
+    }
+    for (; key < count; ++key) first = _mm512_max_ps(first, of(key));
+    return _mm512_max_ps(first, second);
   }
 
   void rescale(int64_t tile, __m512 factor) {
@@ -335,7 +362,7 @@ class AmxSegment {
       const auto values = [&](int64_t index) {
         return values_ + (step / 32 * value_tiles_ + first + index) * 2 * kTile;
       };
-      _tile_loadd(4, weights_ + step / 32 * 2 * kTile, 64);
+      _tile_loadd(4, weights(tile, step), 64);
       _tile_loadd(5, values(0), 64);
       _tile_dpbf16ps(0, 4, 5);
       if constexpr (N > 1) {

@@ -8,7 +8,7 @@ namespace shoal {
 namespace {
 
 // Rows of one segment's product: four tiles.
-constexpr int64_t kSegmentRows = 64;
+constexpr int64_t kSegmentRows = 128;
 // Shared keys below this are not worth a merge.
 constexpr int64_t kFewestSharedTokens = 64;
 constexpr int64_t kFewestSplitTokens = 128;

@@ -187,8 +187,11 @@ c10::Dict<std::string, double> Decoder::take_timings() {
   static const char* names[] = {"embed",     "norm",   "qkv",     "rotary", "attention",
                                 "attention output", "gate up", "down",   "head"};
   c10::Dict<std::string, double> result;
-  for (size_t i = 0; i < seconds_.size(); ++i) result.insert(names[i], seconds_[i]);
-  seconds_.fill(0.0);
+  for (size_t part = 0; part < static_cast<size_t>(Part::kCount); ++part) {
+    double seconds = 0.0;
+    for (Workspace& memory : workspaces_) seconds += memory.clock.take(part);
+    result.insert(names[part], seconds + clock_.take(part));
+  }
   return result;
 }
 

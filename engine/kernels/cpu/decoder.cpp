@@ -7,6 +7,8 @@
 
 #include <limits>
 
+#include "vector.h"
+
 namespace shoal {
 
 namespace {
@@ -36,24 +38,31 @@ int64_t padded_rows(int64_t rows) { return round_up(rows, kBlockRows); }
 
 }  // namespace
 
-// Calls store(row, first_column, count, values) for all of x [rows, k] * weight^T + bias.
+// Calls store(row, first_column, count, values) for all of x [rows, k] * weight^T + bias; `count` is
+// a constant where a block is whole.
 template <typename T, typename Store>
-void Decoder::multiply(const Linear& weight, const T* x, int64_t stride, int64_t rows,
+void Decoder::multiply(const Linear& weight, const T* x, int64_t stride, int64_t rows, Team& team,
                        const Store& store) {
   const float* bias = optional(weight.bias);
 #if SHOAL_AMX
   if constexpr (std::is_same_v<T, bf16>) {
     if (weight.packed.defined()) {
       gemm(x, stride, rows, data<bf16>(weight.packed), packed_blocks(weight.n, false), weight.k,
-           *team_, [&](int64_t first, int64_t count, int64_t block, float* c) {
+           team, [&](int64_t first, int64_t count, int64_t block, float* c) {
              const int64_t column = block * kBlockColumns;
-             const int64_t columns = std::min(kBlockColumns, weight.n - column);
-             for (int64_t row = 0; row < count; ++row) {
-               float* values = c + row * kBlockColumns;
-               if (bias != nullptr) {
-                 for (int64_t i = 0; i < columns; ++i) values[i] += bias[column + i];
+             const auto each_row = [&](auto columns) {
+               for (int64_t row = 0; row < count; ++row) {
+                 float* values = c + row * kBlockColumns;
+                 if (bias != nullptr) {
+                   for (int64_t i = 0; i < columns; ++i) values[i] += bias[column + i];
+                 }
+                 store(first + row, column, columns, values);
                }
-               store(first + row, column, columns, values);
+             };
+             if (const int64_t left = weight.n - column; left < kBlockColumns) {
+               each_row(left);
+             } else {
+               each_row(std::integral_constant<int64_t, kBlockColumns>{});
              }
            });
       return;
@@ -69,89 +78,97 @@ void Decoder::multiply(const Linear& weight, const T* x, int64_t stride, int64_t
                                        : std::nullopt)
           .contiguous();
   const T* values = data<T>(out);
-  team_->each(rows, kRowGrain, [&](int64_t row) {
+  team.each(rows, kRowGrain, [&](int64_t row) {
     store(row, int64_t{0}, weight.n, values + row * weight.n);
   });
 }
 
-// activated_ = act(gate) * up of input_.
+// The memory's `activated` = act(gate) * up of its `input`.
 template <typename T>
-void Decoder::gate_up(const Linear& weight, int64_t rows) {
-  const T* x = buffer<T>(input_, 0);
+void Decoder::gate_up(const Linear& weight, int64_t rows, Workspace& memory, Team& team) {
+  const T* x = buffer<T>(memory.input, 0);
   const int64_t stride = padded(shape_.hidden), out_stride = padded(shape_.intermediate);
-  T* out = buffer<T>(activated_, padded_rows(rows) * out_stride);
+  T* out = buffer<T>(memory.activated, padded_rows(rows) * out_stride);
 #if SHOAL_AMX
   if constexpr (std::is_same_v<T, bf16>) {
     if (weight.packed.defined()) {
       gemm(x, stride, rows, data<bf16>(weight.packed), packed_blocks(weight.n, true), weight.k,
-           *team_, [&](int64_t first, int64_t count, int64_t block, const float* c) {
+           team, [&](int64_t first, int64_t count, int64_t block, const float* c) {
              const int64_t columns = std::min<int64_t>(16, shape_.intermediate - block * 16);
+             bf16* place = out + first * out_stride + block * 16;
+             if (columns == 16 && shape_.activation == Activation::kSilu) {
+               for (int64_t row = 0; row < count; ++row) {
+                 silu_times(c + row * kBlockColumns, place + row * out_stride);
+               }
+               return;
+             }
              for (int64_t row = 0; row < count; ++row) {
                const float* values = c + row * kBlockColumns;
                activate_row(shape_.activation, values, values + 16, columns,
-                            out + (first + row) * out_stride + block * 16);
+                            place + row * out_stride);
              }
            });
       return;
     }
   }
 #endif
-  multiply<T>(weight, x, stride, rows,
+  multiply<T>(weight, x, stride, rows, team,
               [&](int64_t row, int64_t, int64_t, const auto* values) {
                 activate_row(shape_.activation, values, values + shape_.intermediate,
                              shape_.intermediate, out + row * out_stride);
               });
 }
 
-// input_ = norm(hidden_), or hidden_ itself where a model has no norm there.
+// The memory's `input` = norm(hidden), or hidden itself where a model has no norm there.
 template <typename T>
-void Decoder::normed_input(const at::Tensor& norm, int64_t rows) {
+void Decoder::normed_input(const at::Tensor& norm, const float* hidden, int64_t rows,
+                           Workspace& memory, Team& team) {
   const int64_t stride = padded(shape_.hidden);
-  T* out = buffer<T>(input_, padded_rows(rows) * stride);
-  const float* hidden = hidden_.data();
+  T* out = buffer<T>(memory.input, padded_rows(rows) * stride);
   if (norm.defined()) {
-    rms_norm(hidden, data<float>(norm), shape_.eps, rows, shape_.hidden, out, stride, *team_);
-    return;
-  }
-  for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t i = 0; i < shape_.hidden; ++i) {
-      out[row * stride + i] = from_float<T>(hidden[row * shape_.hidden + i]);
+    rms_norm(hidden, data<float>(norm), shape_.eps, rows, shape_.hidden, out, stride, team);
+  } else {
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t i = 0; i < shape_.hidden; ++i) {
+        out[row * stride + i] = from_float<T>(hidden[row * shape_.hidden + i]);
+      }
     }
   }
+  memory.clock.note(Part::kNorm);
 }
 
-// hidden_ += norm(x * weight^T), the norm where there is one.
+// hidden += norm(x * weight^T), the norm where there is one.
 template <typename T>
-void Decoder::add_product(const Linear& weight, const T* x, int64_t stride, int64_t rows,
-                          const at::Tensor& norm) {
+void Decoder::add_product(const Linear& weight, const T* x, int64_t stride, float* hidden,
+                          int64_t rows, const at::Tensor& norm, Workspace& memory, Team& team) {
   const int64_t width = shape_.hidden;
-  float* hidden = hidden_.data();
   if (!norm.defined()) {
-    multiply<T>(weight, x, stride, rows,
-                [&](int64_t row, int64_t column, int64_t count, const auto* values) {
+    multiply<T>(weight, x, stride, rows, team,
+                [&](int64_t row, int64_t column, auto count, const auto* values) {
                   float* out = hidden + row * width + column;
                   for (int64_t i = 0; i < count; ++i) out[i] += to_float(values[i]);
                 });
     return;
   }
-  float* branch = branch_.reserve(rows * width);
-  multiply<T>(weight, x, stride, rows,
-              [&](int64_t row, int64_t column, int64_t count, const auto* values) {
+  float* branch = memory.branch.reserve(rows * width);
+  multiply<T>(weight, x, stride, rows, team,
+              [&](int64_t row, int64_t column, auto count, const auto* values) {
                 float* out = branch + row * width + column;
                 for (int64_t i = 0; i < count; ++i) out[i] = to_float(values[i]);
               });
-  rms_norm(branch, data<float>(norm), shape_.eps, rows, width, branch, width, *team_);
+  rms_norm(branch, data<float>(norm), shape_.eps, rows, width, branch, width, team);
   for (int64_t i = 0; i < rows * width; ++i) hidden[i] += branch[i];
 }
 
 template <typename T>
-void Decoder::embed(const Step& step, int64_t tokens) {
+void Decoder::embed(const Step& step, Span span, Team& team) {
   const int64_t width = shape_.hidden;
   const auto* ids = data<int64_t>(step.token_ids);
-  float* hidden = hidden_.reserve(tokens * width);
+  float* hidden = hidden_.data();
   // Models that scale embeddings do so in their own dtype.
   const float scale = to_float(from_float<T>(shape_.embedding_scale));
-  team_->each(tokens, kRowGrain, [&](int64_t token) {
+  team.each(span.count, kRowGrain, [&](int64_t index) {
+    const int64_t token = span.first + index;
     for (int64_t i = 0; i < width; ++i) {
       T value;
       if constexpr (std::is_same_v<T, bf16>) {
@@ -166,52 +183,68 @@ void Decoder::embed(const Step& step, int64_t tokens) {
   });
 }
 
+// From the residual stream of a span to its queries and its slots of the cache.
 template <typename T>
-void Decoder::attention_block(const Step& step, int64_t index, const AttentionPlan& plan,
-                              int64_t tokens) {
+void Decoder::before_attention(const Step& step, int64_t index, Span span, Workspace& memory,
+                               Team& team) {
   const Layer& layer = layers_[index];
   const HeadShape& heads = shape_.heads;
-  normed_input<T>(layer.input_norm, tokens);
-  note(Part::kNorm);
-  T* qkv = buffer<T>(qkv_, tokens * layer.qkv.n);
-  multiply<T>(layer.qkv, buffer<T>(input_, 0), padded(shape_.hidden), tokens,
-              [&](int64_t row, int64_t column, int64_t count, const auto* values) {
+  normed_input<T>(layer.input_norm, hidden_.data() + span.first * shape_.hidden, span.count,
+                  memory, team);
+  T* qkv = buffer<T>(memory.qkv, span.count * layer.qkv.n);
+  multiply<T>(layer.qkv, buffer<T>(memory.input, 0), padded(shape_.hidden), span.count, team,
+              [&](int64_t row, int64_t column, auto count, const auto* values) {
                 T* out = qkv + row * layer.qkv.n + column;
                 for (int64_t i = 0; i < count; ++i) out[i] = from_float<T>(to_float(values[i]));
               });
-  note(Part::kQkv);
-  T* queries = buffer<T>(queries_, tokens * heads.heads * heads.dim);
+  memory.clock.note(Part::kQkv);
   const at::Tensor &keys = step.keys[index], &values = step.values[index];
   const KVSlots<T> slots{static_cast<T*>(keys.mutable_data_ptr()),
                          static_cast<T*>(values.mutable_data_ptr()),
-                         data<int64_t>(step.slot_blocks), data<int64_t>(step.slot_offsets),
-                         keys.size(2)};
+                         data<int64_t>(step.slot_blocks) + span.first,
+                         data<int64_t>(step.slot_offsets) + span.first, keys.size(2)};
   const auto head_norm = [&](const at::Tensor& weight) {
     return HeadNorm{optional(weight), weight.defined() && weight.numel() > heads.dim};
   };
-  rotate_and_write(qkv, layer.qkv.n, tokens, heads,
-                   {data<float>(step.cos), data<float>(step.sin), step.cos.size(1)},
-                   head_norm(layer.query_norm), head_norm(layer.key_norm), shape_.eps, queries,
-                   slots, *team_);
-  note(Part::kRotary);
-  const int64_t stride = padded(heads.heads * heads.dim);
-  T* context = buffer<T>(context_, padded_rows(tokens) * stride);
-  const AttentionInputs<T> inputs{queries,          slots.keys, slots.values, slots.block_size,
-                                  heads, context, stride};
-  attend(inputs, {shape_.attention_scale, layer.window, shape_.attention_softcap, nullptr}, plan,
-         scratch_, use_amx_, *team_);
-  note(Part::kAttention);
+  const int64_t half = step.cos.size(1);
+  rotate_and_write(qkv, layer.qkv.n, span.count, heads,
+                   {data<float>(step.cos) + span.first * half,
+                    data<float>(step.sin) + span.first * half, half},
+                   head_norm(layer.query_norm), head_norm(layer.key_norm), shape_.eps,
+                   buffer<T>(queries_, 0) + span.first * heads.heads * heads.dim, slots, team);
+  memory.clock.note(Part::kRotary);
 }
 
 template <typename T>
-void Decoder::mlp_block(const Layer& layer, int64_t tokens) {
-  normed_input<T>(layer.mlp_norm, tokens);
-  note(Part::kNorm);
-  gate_up<T>(layer.gate_up, tokens);
-  note(Part::kGateUp);
-  add_product<T>(layer.down, buffer<T>(activated_, 0), padded(shape_.intermediate), tokens,
-                 layer.mlp_output_norm);
-  note(Part::kDown);
+void Decoder::attention(const Step& step, int64_t index, const AttentionPlan& plan) {
+  const Layer& layer = layers_[index];
+  const at::Tensor &keys = step.keys[index], &values = step.values[index];
+  const AttentionInputs<T> inputs{buffer<T>(queries_, 0),
+                                  static_cast<const T*>(keys.const_data_ptr()),
+                                  static_cast<const T*>(values.const_data_ptr()),
+                                  keys.size(2),
+                                  shape_.heads,
+                                  buffer<T>(context_, 0),
+                                  padded(shape_.heads.heads * shape_.heads.dim)};
+  attend(inputs, {shape_.attention_scale, layer.window, shape_.attention_softcap, nullptr}, plan,
+         scratch_, use_amx_, *team_);
+}
+
+// From what attention gave a span to its residual stream after the layer.
+template <typename T>
+void Decoder::after_attention(int64_t index, Span span, Workspace& memory, Team& team) {
+  const Layer& layer = layers_[index];
+  float* hidden = hidden_.data() + span.first * shape_.hidden;
+  const int64_t stride = padded(shape_.heads.heads * shape_.heads.dim);
+  add_product<T>(layer.output, buffer<T>(context_, 0) + span.first * stride, stride, hidden,
+                 span.count, layer.attention_output_norm, memory, team);
+  memory.clock.note(Part::kOutput);
+  normed_input<T>(layer.mlp_norm, hidden, span.count, memory, team);
+  gate_up<T>(layer.gate_up, span.count, memory, team);
+  memory.clock.note(Part::kGateUp);
+  add_product<T>(layer.down, buffer<T>(memory.activated, 0), padded(shape_.intermediate), hidden,
+                 span.count, layer.mlp_output_norm, memory, team);
+  memory.clock.note(Part::kDown);
 }
 
 // Leaves only `rows` of the residual stream and of what attention gave: nothing reads the others
@@ -235,20 +268,43 @@ void Decoder::keep_rows(const at::Tensor& rows) {
 }
 
 template <typename T>
-at::Tensor Decoder::head(int64_t rows) {
-  normed_input<T>(final_norm_, rows);
+at::Tensor Decoder::head(int64_t rows, Workspace& memory) {
+  normed_input<T>(final_norm_, hidden_.data(), rows, memory, *team_);
   at::Tensor logits = at::empty({rows, shape_.vocab}, at::TensorOptions().dtype(at::kFloat));
   auto* out = static_cast<float*>(logits.mutable_data_ptr());
   const float cap = shape_.final_softcap;
-  multiply<T>(head_.n != 0 ? head_ : embedding_, buffer<T>(input_, 0), padded(shape_.hidden), rows,
-              [&](int64_t row, int64_t column, int64_t count, const auto* values) {
+  multiply<T>(head_.n != 0 ? head_ : embedding_, buffer<T>(memory.input, 0), padded(shape_.hidden),
+              rows, *team_, [&](int64_t row, int64_t column, auto count, const auto* values) {
                 float* place = out + row * shape_.vocab + column;
                 for (int64_t i = 0; i < count; ++i) place[i] = to_float(values[i]);
                 if (cap == 0.0f) return;
                 for (int64_t i = 0; i < count; ++i) place[i] = cap * std::tanh(place[i] / cap);
               });
-  note(Part::kHead);
+  memory.clock.note(Part::kHead);
   return logits;
+}
+
+// Calls body(span, memory, team) for all of `tokens`. Few tokens are one span, whose products all
+// threads share by columns. Of many, each thread takes spans of its own: what one part of a layer
+// writes, the next then finds in the cache of the core that wrote it.
+template <typename Body>
+void Decoder::spans(int64_t tokens, const Body& body) {
+  const bool by_rows = use_amx_ && dtype_ == at::kBFloat16 && team_->count() > 1 &&
+                       tokens >= team_->count() * kFewestSpanRows;
+  if (!by_rows) {
+    workspaces_[0].clock.start();
+    body(Span{0, tokens}, workspaces_[0], *team_);
+    return;
+  }
+  const int64_t share = team_->count() * kMostSpanRows;
+  const int64_t count = (tokens + share - 1) / share * team_->count();
+  const int64_t rows = round_up((tokens + count - 1) / count, kBlockRows);
+  team_->each((tokens + rows - 1) / rows, 1, [&](int64_t index) {
+    Workspace& memory = workspaces_[Team::index()];
+    memory.clock.start(1.0 / team_->count());
+    const int64_t first = index * rows;
+    body(Span{first, std::min(rows, tokens - first)}, memory, alone_);
+  });
 }
 
 template <typename T>
@@ -261,31 +317,40 @@ at::Tensor Decoder::run(const Step& step) {
                        step.keys.at(0).size(2)};
   const AttentionPlan plan =
       plan_attention(view, {heads.heads / heads.kv_heads, heads.kv_heads, team_->count()});
-  embed<T>(step, tokens);
-  note(Part::kEmbed);
-  const auto count = static_cast<int64_t>(layers_.size());
-  for (int64_t index = 0; index < count; ++index) {
-    attention_block<T>(step, index, plan, tokens);
-    const int64_t rows = index + 1 < count ? tokens : kept;
-    if (index + 1 == count) {
-      if (kept == 0) break;
-      keep_rows<T>(step.rows);
-    }
-    const Layer& layer = layers_[index];
-    add_product<T>(layer.output, buffer<T>(context_, 0), padded(heads.heads * heads.dim), rows,
-                   layer.attention_output_norm);
-    note(Part::kOutput);
-    mlp_block<T>(layer, rows);
+  hidden_.reserve(tokens * shape_.hidden);
+  buffer<T>(queries_, tokens * heads.heads * heads.dim);
+  buffer<T>(context_, padded_rows(tokens) * padded(heads.heads * heads.dim));
+  spans(tokens, [&](Span span, Workspace& memory, Team& team) {
+    embed<T>(step, span, team);
+    memory.clock.note(Part::kEmbed);
+    before_attention<T>(step, 0, span, memory, team);
+  });
+  Workspace& memory = workspaces_[0];
+  const auto last = static_cast<int64_t>(layers_.size()) - 1;
+  for (int64_t index = 0; index <= last; ++index) {
+    clock_.start();
+    attention<T>(step, index, plan);
+    clock_.note(Part::kAttention);
+    if (index == last) break;
+    spans(tokens, [&](Span span, Workspace& memory, Team& team) {
+      after_attention<T>(index, span, memory, team);
+      before_attention<T>(step, index + 1, span, memory, team);
+    });
   }
   if (kept == 0) return at::empty({0, shape_.vocab}, at::TensorOptions().dtype(at::kFloat));
-  return head<T>(kept);
+  keep_rows<T>(step.rows);
+  memory.clock.start();
+  after_attention<T>(last, {0, kept}, memory, *team_);
+  return head<T>(kept, memory);
 }
 
 at::Tensor Decoder::forward(const c10::Dict<std::string, at::Tensor>& tensors,
                             std::vector<at::Tensor> keys, std::vector<at::Tensor> values) {
   const int threads = at::get_num_threads();
-  if (team_ == nullptr || team_->count() != threads) team_ = std::make_unique<Team>(threads);
-  last_ = std::chrono::steady_clock::now();
+  if (team_ == nullptr || team_->count() != threads) {
+    team_ = std::make_unique<Team>(threads);
+    workspaces_ = std::vector<Workspace>(threads);
+  }
   const auto get = [&](const char* name) { return tensors.at(name); };
   const Step step{get("token_ids"),    get("cos"),          get("sin"),
                   get("slot_blocks"),  get("slot_offsets"), get("query_starts"),
@@ -321,12 +386,6 @@ std::tuple<at::Tensor, at::Tensor> Decoder::row_max(const at::Tensor& logits) {
     places[row] = found - x;
   });
   return {best, ids};
-}
-
-void Decoder::note(Part part) {
-  const auto now = std::chrono::steady_clock::now();
-  seconds_[static_cast<size_t>(part)] += std::chrono::duration<double>(now - last_).count();
-  last_ = now;
 }
 
 }  // namespace shoal

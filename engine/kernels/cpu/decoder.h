@@ -13,6 +13,7 @@
 #include <map>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "arena.h"
@@ -20,6 +21,11 @@
 #include "gemm.h"
 
 namespace shoal {
+
+// Fewest rows a thread needs to go through a layer on its own: it reads all of the weights for them.
+constexpr int64_t kFewestSpanRows = 128;
+// Rows whose activations stay in a core's L2 cache.
+constexpr int64_t kMostSpanRows = 256;
 
 // A matrix [n, k] that inputs [*, k] are multiplied with, transposed. One of the two forms is there.
 struct Linear {
@@ -51,6 +57,44 @@ struct Step {
 
 enum class Part { kEmbed, kNorm, kQkv, kRotary, kAttention, kOutput, kGateUp, kDown, kHead, kCount };
 
+// Seconds spent in each part.
+class PartClock {
+ public:
+  // `share`: what a second of this thread counts.
+  void start(double share = 1.0) {
+    last_ = std::chrono::steady_clock::now();
+    share_ = share;
+  }
+
+  // What has passed since the last call went into `part`.
+  void note(Part part) {
+    const auto now = std::chrono::steady_clock::now();
+    const double passed = std::chrono::duration<double>(now - last_).count();
+    seconds_[static_cast<size_t>(part)] += passed * share_;
+    last_ = now;
+  }
+
+  double take(size_t part) { return std::exchange(seconds_[part], 0.0); }
+
+ private:
+  std::chrono::steady_clock::time_point last_;
+  double share_ = 1.0;
+  std::array<double, static_cast<size_t>(Part::kCount)> seconds_{};
+};
+
+// Rows of a step.
+struct Span {
+  int64_t first, count;
+};
+
+// Memory of one span's way through a part of a layer: what a product reads (padded to whole tiles),
+// and the rest by its content. Bytes, since the type differs.
+struct Workspace {
+  Buffer<float> branch;
+  Buffer<uint8_t> input, qkv, activated;
+  PartClock clock;
+};
+
 class Decoder : public torch::CustomClassHolder {
  public:
   Decoder(const c10::Dict<std::string, double>& numbers, std::vector<int64_t> windows,
@@ -67,37 +111,41 @@ class Decoder : public torch::CustomClassHolder {
   // The largest logit of each row, NaN if there is one, and its first place.
   std::tuple<at::Tensor, at::Tensor> row_max(const at::Tensor& logits);
 
-  // Seconds spent in each part since the last call.
+  // Seconds spent in each part since the last call; where threads go through a layer each on its
+  // own, the seconds of all over their number.
   c10::Dict<std::string, double> take_timings();
 
  private:
   template <typename T>
   at::Tensor run(const Step& step);
+  template <typename Body>
+  void spans(int64_t tokens, const Body& body);
   template <typename T>
-  void embed(const Step& step, int64_t tokens);
+  void embed(const Step& step, Span span, Team& team);
   template <typename T>
-  void attention_block(const Step& step, int64_t index, const AttentionPlan& plan,
-                       int64_t tokens);
+  void before_attention(const Step& step, int64_t index, Span span, Workspace& memory, Team& team);
   template <typename T>
-  void mlp_block(const Layer& layer, int64_t tokens);
+  void attention(const Step& step, int64_t index, const AttentionPlan& plan);
+  template <typename T>
+  void after_attention(int64_t index, Span span, Workspace& memory, Team& team);
   template <typename T>
   void keep_rows(const at::Tensor& rows);
   template <typename T>
-  at::Tensor head(int64_t rows);
+  at::Tensor head(int64_t rows, Workspace& memory);
   template <typename T>
-  void add_product(const Linear& weight, const T* x, int64_t stride, int64_t rows,
-                   const at::Tensor& norm);
+  void add_product(const Linear& weight, const T* x, int64_t stride, float* hidden, int64_t rows,
+                   const at::Tensor& norm, Workspace& memory, Team& team);
   template <typename T>
-  void normed_input(const at::Tensor& norm, int64_t rows);
+  void normed_input(const at::Tensor& norm, const float* hidden, int64_t rows, Workspace& memory,
+                    Team& team);
   template <typename T, typename Store>
-  void multiply(const Linear& weight, const T* x, int64_t stride, int64_t rows,
+  void multiply(const Linear& weight, const T* x, int64_t stride, int64_t rows, Team& team,
                 const Store& store);
   template <typename T>
-  void gate_up(const Linear& weight, int64_t rows);
+  void gate_up(const Linear& weight, int64_t rows, Workspace& memory, Team& team);
 
   Linear make_linear(const at::Tensor& weight, bool paired);
   void set_layer_weight(Layer& layer, const std::string& name, const at::Tensor& weight);
-  void note(Part part);
 
   DecoderShape shape_;
   Arena arena_;
@@ -108,14 +156,13 @@ class Decoder : public torch::CustomClassHolder {
   std::unique_ptr<Team> team_;
   at::ScalarType dtype_ = at::kFloat;
 
-  // Memory of a step: the residual stream, what a product reads (padded to whole tiles), and the
-  // rest by its content. Bytes, since T differs.
-  Buffer<float> hidden_, branch_, kept_;
-  Buffer<uint8_t> input_, qkv_, queries_, context_, activated_;
+  // A step's residual stream, queries and what attention gave; bytes, since their type differs.
+  Buffer<float> hidden_, kept_;
+  Buffer<uint8_t> queries_, context_;
   AttentionScratch scratch_;
-
-  std::chrono::steady_clock::time_point last_;
-  std::array<double, static_cast<size_t>(Part::kCount)> seconds_{};
+  std::vector<Workspace> workspaces_;  // one a thread
+  Team alone_{1};
+  PartClock clock_;  // of what all threads do together
 };
 
 }  // namespace shoal

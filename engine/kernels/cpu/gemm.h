@@ -23,7 +23,7 @@ constexpr int64_t kStep = 32;
 constexpr int64_t kTileElements = 512;
 constexpr int64_t kBlockRows = 32;
 // Rows whose inputs stay in a core's L2 cache while the weights pass by.
-constexpr int64_t kChunkRows = 256;
+constexpr int64_t kChunkRows = 384;
 constexpr int64_t kPrefetchBytes = 4096;
 
 inline int64_t packed_elements(int64_t n, int64_t k) {
@@ -55,7 +55,9 @@ inline bf16 packed_at(const bf16* packed, int64_t k, int64_t row, int64_t column
 
 #if SHOAL_AMX
 
-// c [32, 32] = a [32, k] * one block of columns; the second 16 rows only if `both`.
+// c [32, 32] = a [32, k] * one block of columns; the second 16 rows only if `both`. `Ahead`: the
+// block is not in a cache yet.
+template <bool Ahead>
 inline void multiply_block(const bf16* a, int64_t a_stride, const bf16* block, int64_t steps,
                            bool both, float* c) {
   _tile_zero(0);
@@ -66,9 +68,11 @@ inline void multiply_block(const bf16* a, int64_t a_stride, const bf16* block, i
   const auto stride = static_cast<std::ptrdiff_t>(a_stride * sizeof(bf16));
   for (int64_t step = 0; step < steps; ++step) {
     const bf16* b = block + step * 2 * kTileElements;
-    // Into the L2 cache, whose queue of misses is longer than the L1 cache's.
-    for (int64_t line = 0; line < 32; ++line) {
-      _mm_prefetch(reinterpret_cast<const char*>(b) + kPrefetchBytes + line * 64, _MM_HINT_T1);
+    if constexpr (Ahead) {
+      // Into the L2 cache, whose queue of misses is longer than the L1 cache's.
+      for (int64_t line = 0; line < 32; ++line) {
+        _mm_prefetch(reinterpret_cast<const char*>(b) + kPrefetchBytes + line * 64, _MM_HINT_T1);
+      }
     }
     _tile_loadd(4, a + step * kStep, stride);
     _tile_loadd(6, b, 64);
@@ -106,7 +110,12 @@ void gemm(const bf16* a, int64_t a_stride, int64_t rows, const bf16* packed, int
       const int64_t last = std::min(rows, (chunk + 1) * kChunkRows);
       for (int64_t row = chunk * kChunkRows; row < last; row += kBlockRows) {
         const int64_t count = std::min(kBlockRows, last - row);
-        multiply_block(a + row * a_stride, a_stride, weights, steps, count > 16, c);
+        const bf16* rows_in = a + row * a_stride;
+        if (row == chunk * kChunkRows) {
+          multiply_block<true>(rows_in, a_stride, weights, steps, count > 16, c);
+        } else {
+          multiply_block<false>(rows_in, a_stride, weights, steps, count > 16, c);
+        }
         store(row, count, block, c);
       }
     }

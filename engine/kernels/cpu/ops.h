@@ -9,6 +9,7 @@
 #include <cmath>
 
 #include "team.h"
+#include "vector.h"
 
 namespace shoal {
 
@@ -84,6 +85,18 @@ struct Rotation {
 template <typename T>
 void turn_head(const T* in, int64_t size, const float* weight, float scale, const float* cos,
                const float* sin, int64_t half, T* out) {
+#if SHOAL_AMX
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (half % 16 == 0) {
+      turn_pairs(in, weight, scale, cos, sin, half, out);
+      for (int64_t i = 2 * half; i < size; ++i) {
+        const float value = to_float(in[i]);
+        out[i] = from_float<T>(weight == nullptr ? value : value * scale * weight[i]);
+      }
+      return;
+    }
+  }
+#endif
   const auto value = [&](int64_t i) {
     return weight == nullptr ? to_float(in[i]) : to_float(in[i]) * scale * weight[i];
   };

@@ -22,7 +22,12 @@ namespace shoal {
 class Team {
  public:
   explicit Team(int threads) : count_(std::max(1, threads)) {
-    for (int index = 1; index < count_; ++index) workers_.emplace_back([this] { work(); });
+    for (int index = 1; index < count_; ++index) {
+      workers_.emplace_back([this, index] {
+        index_ = index;
+        work();
+      });
+    }
   }
 
   ~Team() {
@@ -35,6 +40,9 @@ class Team {
   Team& operator=(const Team&) = delete;
 
   int count() const { return count_; }
+
+  // Which of its team's threads this one is; 0 is the caller of `run`.
+  static int index() { return index_; }
 
   // Tasks in a claim, so that each thread comes back a few times.
   int64_t grain(int64_t tasks) const { return std::max<int64_t>(1, tasks / (count_ * 16)); }
@@ -108,6 +116,7 @@ class Team {
     }
   }
 
+  static inline thread_local int index_ = 0;
   const int count_;
   std::vector<std::thread> workers_;
   std::atomic<uint32_t> round_{0};

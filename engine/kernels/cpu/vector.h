@@ -1,0 +1,73 @@
+// Sixteen float32 at a time, for the kernels that are written in intrinsics.
+//
+// Invariant: each function has a plain counterpart in common.h or ops.h, with the same result but for
+// its last bits.
+
+#pragma once
+
+#include "common.h"
+
+#if SHOAL_AMX
+
+#include <immintrin.h>
+
+namespace shoal {
+
+constexpr float kLog2E = 1.44269504088896341f;
+
+// 2^x for x <= 126, to 3e-6 relative, zero below -200; NaN stays NaN. The polynomial has the least
+// relative error of its degree for |r| <= 1/2.
+inline __m512 exp2_16(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);
+  const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 r = _mm512_sub_ps(x, n);
+  __m512 p = _mm512_set1_ps(9.57008620e-3f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.59178591e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.40247452e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.93121815e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.99999261e-1f));
+  return _mm512_scalef_ps(p, n);
+}
+
+inline __m512 load_16(const bf16* values) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+inline void store_16(bf16* place, __m512 values) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(place), (__m256i)_mm512_cvtneps_pbh(values));
+}
+
+// What ops.h's turn_head does to the pairs (i, i + half), half a multiple of 16.
+inline void turn_pairs(const bf16* in, const float* weight, float scale, const float* cos,
+                       const float* sin, int64_t half, bf16* out) {
+  for (int64_t i = 0; i < half; i += 16) {
+    __m512 first = load_16(in + i), second = load_16(in + i + half);
+    if (weight != nullptr) {
+      const __m512 factor = _mm512_set1_ps(scale);
+      first = _mm512_mul_ps(_mm512_mul_ps(first, factor), _mm512_loadu_ps(weight + i));
+      second = _mm512_mul_ps(_mm512_mul_ps(second, factor), _mm512_loadu_ps(weight + i + half));
+    }
+    const __m512 c = _mm512_loadu_ps(cos + i), s = _mm512_loadu_ps(sin + i);
+    store_16(out + i, _mm512_fmsub_ps(first, c, _mm512_mul_ps(second, s)));
+    store_16(out + i + half, _mm512_fmadd_ps(second, c, _mm512_mul_ps(first, s)));
+  }
+}
+
+// out [16] = silu(values [16]) * values [16:32]
+inline void silu_times(const float* values, bf16* out) {
+  const __m512 gate = _mm512_loadu_ps(values), up = _mm512_loadu_ps(values + 16);
+  // Beyond that the quotient is 0 all the same.
+  const __m512 power =
+      _mm512_min_ps(_mm512_set1_ps(120.0f), _mm512_mul_ps(gate, _mm512_set1_ps(-kLog2E)));
+  const __m512 divisor = _mm512_add_ps(exp2_16(power), _mm512_set1_ps(1.0f));
+  // One step of Newton's on the estimate of 1 / divisor: 14 bits become 28.
+  const __m512 estimate = _mm512_rcp14_ps(divisor);
+  const __m512 reciprocal = _mm512_mul_ps(
+      estimate, _mm512_fnmadd_ps(divisor, estimate, _mm512_set1_ps(2.0f)));
+  store_16(out, _mm512_mul_ps(_mm512_mul_ps(gate, reciprocal), up));
+}
+
+}  // namespace shoal
+
+#endif
