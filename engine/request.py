@@ -61,6 +61,8 @@ class RequestState:
     """Its table in the host tier, while it has one in the device's and there is that tier."""
     promotion: Promotion | None = None
     """While it waits: blocks that are on their way from disk."""
+    following: "Following | None" = None
+    """While it waits: who computes what it needs next."""
     num_computed_tokens: int = 0
     num_planned_tokens: int = 0
     """Computed, or to be by plans that are not committed."""
@@ -113,6 +115,13 @@ class RequestState:
             tail = self.token_ids[known * size : num_blocks * size]
             self.block_keys.extend(self.root.extend(parent, tail))
 
+    @property
+    def is_ready(self) -> bool:
+        """Nothing that it needs is on its way."""
+        return (self.promotion is None or self.promotion.is_over) and (
+            self.following is None or self.following.is_over
+        )
+
     def first_token(self, now: float) -> FirstToken:
         """To be told with it, once."""
         self.has_drawn = True
@@ -127,6 +136,26 @@ class RequestState:
         if token_ids[-1] in self.end_token_ids and count >= self.sampling.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(token_ids) >= self.max_num_tokens else None
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """A wait for a prefix that another request computes."""
+
+    leader: RequestState
+    run_id: int
+    """The leader's, when it was found."""
+    num_blocks: int
+    """From the first on, that both begin with."""
+
+    @property
+    def is_over(self) -> bool:
+        leader = self.leader
+        return (
+            leader.run_id != self.run_id
+            or leader.table is None
+            or leader.table.num_published >= self.num_blocks
+        )
 
 
 def by_order(request: RequestState) -> tuple[int, int, int]:

@@ -18,9 +18,10 @@ from configs.engine import SchedulerConfig
 from engine.counts import SchedulerCounts
 from engine.draft import Draft, Flight, prefill_budget
 from engine.errors import RequestRejected
+from engine.following import PrefixesUnderWay
 from engine.plan import Start, StepPlan, StepResult
 from engine.request import Output, RequestKey, RequestState, by_order, ended
-from engine.request_cache import RequestCache
+from engine.request_cache import Found, RequestCache
 from engine.waiting import WaitingQueue, ttft_s
 from engine.wire import Finish, FinishReason, RejectCode, TokenItem
 
@@ -53,6 +54,7 @@ class Scheduler:
         self.requests: dict[RequestKey, RequestState] = {}
         self.counts = SchedulerCounts()
         self._found = RequestCache(cache, block_size, reuse, tiers)
+        self._under_way = PrefixesUnderWay()
         self._running: list[RequestState] = []
         self._waiting = WaitingQueue()
         self._ended: list[int] = []
@@ -247,10 +249,16 @@ class Scheduler:
             # A place that is taken from somebody goes to the strongest, whoever's turn it is.
             longest = None if draft.long_budget > 0 else self.config.long_prefill_threshold
             request = self._waiting.next(0 if is_full else self._num_started, longest)
-            if request is None or (is_full and not self._displace(request, draft)):
+            if request is None:
                 return
+            found = self._found.find(request)
+            if self._under_way.follow(request, found.num_blocks):
+                self._found.release(found.table, found.slots)
+                continue
             is_new = request.cached_tokens is None
-            if not self._plan_start(request, draft):
+            may_start = not is_full or self._displace(request, draft)
+            if not (may_start and self._plan_start(request, found, draft)):
+                self._found.release(found.table, found.slots)
                 return
             if is_new:
                 request.started_s = now
@@ -273,9 +281,9 @@ class Scheduler:
         self._preempt(victim, draft)
         return True
 
-    def _plan_start(self, request: RequestState, draft: Draft) -> bool:
-        """Plans a waiting request's first slice. False if there is no room for it now."""
-        found = self._found.find(request)
+    def _plan_start(self, request: RequestState, found: Found, draft: Draft) -> bool:
+        """Plans a waiting request's first slice after what was found of it. False if there is no
+        room for it now."""
         table, start = found.table, found.num_blocks * self.block_size + found.num_copied
         request.num_planned_tokens = start
         length = self._length(request, draft)
@@ -283,11 +291,10 @@ class Scheduler:
         needed = self._blocks_for(start + length) - first
         if length <= 0 or needed > self.cache.num_available:
             request.num_planned_tokens = 0
-            self._found.release(table, found.slots)
             return False
         self._waiting.remove(request)
         self._start(request, table, draft)
-        request.slots, request.promotion = found.slots, None
+        request.slots, request.promotion, request.following = found.slots, None, None
         request.num_computed_tokens = start
         fresh = self._plan_slice(request, length, draft)
         if found.num_copied:
@@ -313,6 +320,7 @@ class Scheduler:
             request.sampling,
             tuple(table.block_ids),
         )
+        self._under_way.advance(request)
 
     def _plan_slice(self, request: RequestState, length: int, draft: Draft) -> list[int]:
         """Returns the blocks that were added for it."""
@@ -356,6 +364,7 @@ class Scheduler:
         assert request.run_id is not None
         assert request.table is not None
         self._running.remove(request)
+        self._under_way.leave(request.run_id)
         self._ended.append(request.run_id)
         self._found.publish(request, request.table, at_least=1)
         self._found.release(request.table, request.slots)
@@ -386,6 +395,8 @@ class Scheduler:
             least = _BLOCKS_PUBLISHED_AT_ONCE if length == 1 else 1
             if num_full - table.num_published >= least:
                 self._found.publish(request, table, least)
+                if length > 1:
+                    self._under_way.advance(request)
             if not samples:
                 return None
             request.num_unknown_tokens -= 1

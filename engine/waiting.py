@@ -56,15 +56,14 @@ class WaitingQueue:
         whose blocks are on their way let others go first."""
         by_deadline = turn % _TURNS == _TURNS - 1
         for request in islice(self._by_deadline if by_deadline else self._by_class, _MOST_SEEN):
-            if request.promotion is not None and not request.promotion.is_over:
-                continue
-            if longest is None or _num_uncomputed(request) <= longest:
+            if request.is_ready and (longest is None or _num_uncomputed(request) <= longest):
                 return request
         return None
 
     def num_short_tokens(self, longest: int) -> int:
         """To compute, of the first requests that have no more than `longest` each."""
-        counts = map(_num_uncomputed, islice(self._by_class, _MOST_SEEN))
+        first = islice(self._by_class, _MOST_SEEN)
+        counts = (_num_uncomputed(request) for request in first if request.is_ready)
         return sum(count for count in counts if count <= longest)
 
     def late(self, arrived_s: float) -> list[RequestState]:
