@@ -1,7 +1,7 @@
 """One decoder for the architectures that `decoder_traits` describes, over merged weights.
 
-Invariant: it serves only what it has been compared with: at load a packed, paged run is held
-against the `transformers` module of the same checkpoint, which reads the same memory.
+Invariant: it serves only what it has been compared with: at the first load a packed, paged run is
+held against the `transformers` module of the same checkpoint, which reads the same memory.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from engine.models.kv_cache import KVCache
 from engine.models.merged_weights import MergedWeights, read_weights
 from engine.models.native_decoder import NativeDecoder, try_native_decoder
 from engine.models.probe import verify_model
+from engine.models.records import Record, find_record, keep_record
 from engine.models.reference_decoder import Angles, ReferenceDecoder
 from engine.models.support import causal_lm_class, load_config
 from engine.models.traits import ModelTraits, read_traits
@@ -50,28 +51,33 @@ class FusedDecoder:
     ) -> "FusedDecoder":
         """Loads the checkpoint in `folder`. Raises `NotFused` where another model class has to, and
         `ModelRefused` where none can."""
+        if (record := find_record(folder, dtype, device)) is not None:
+            return cls._assemble(record, folder, device, progress)[0]
         config = load_config(folder)
         model_class = causal_lm_class(config)
         traits = read_traits(config, folder, dtype)
-        decoder = read_decoder_traits(config, traits)
-        progress(f"loading {traits.num_layers} layers in {traits.dtype} on {device}")
-        weights = read_weights(folder, traits, decoder, device, progress)
-        tensors = _with_norm_offset(weights, decoder)
-        backend = try_native_decoder(traits, decoder, tensors, device, progress)
-        model = cls(
-            traits,
-            decoder,
-            backend or ReferenceDecoder(traits, decoder, tensors),
-            device,
-            weights.num_bytes,
-        )
+        record = Record(traits, read_decoder_traits(config, traits))
+        model, weights = cls._assemble(record, folder, device, progress)
         progress("comparing packed, paged attention with the model's own")
         with torch.inference_mode():
             try:
                 verify_model(_Comparison(model, _oracle(model_class, config, weights)))
             except ModelRefused as error:
                 raise NotFused(str(error)) from error
+        keep_record(record, folder, dtype, device)
         return model
+
+    @classmethod
+    def _assemble(
+        cls, record: Record, folder: Path, device: torch.device, progress: Callable[[str], None]
+    ) -> tuple["FusedDecoder", MergedWeights]:
+        traits, decoder = record.traits, record.decoder
+        progress(f"loading {traits.num_layers} layers in {traits.dtype} on {device}")
+        weights = read_weights(folder, traits, decoder, device, progress)
+        tensors = _with_norm_offset(weights, decoder)
+        native = try_native_decoder(traits, decoder, tensors, device, progress)
+        backend = native or ReferenceDecoder(traits, decoder, tensors)
+        return cls(traits, decoder, backend, device, weights.num_bytes), weights
 
     def forward(
         self,

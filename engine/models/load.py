@@ -13,7 +13,6 @@ import torch
 from engine.models.decoder_traits import NotFused
 from engine.models.fused_decoder import FusedDecoder
 from engine.models.probe import PagedModel
-from engine.models.transformers_model import TransformersModel
 
 _log = logging.getLogger(__name__)
 
@@ -40,4 +39,7 @@ def load_model(
         return FusedDecoder.load(folder, device, dtype, progress)
     except NotFused as reason:
         _log.info("transformers runs this model, not the fused decoder: %s", reason)
+    # Not before it is needed: its import takes longer than all else of a start.
+    from engine.models.transformers_model import TransformersModel
+
     return TransformersModel.load(folder, device, dtype, progress)

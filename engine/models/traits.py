@@ -73,16 +73,31 @@ def fingerprint(folder: Path, traits: ModelTraits) -> str:
     tokens, and of each safetensors file its name, size, header and 64 pages of 4 KiB spread evenly
     over the tensors. It tells checkpoints and fine-tunes apart in milliseconds; it is no proof
     against someone who changes single weights on purpose."""
+    config = json.loads((folder / "config.json").read_text())
+    kept = {key: value for key, value in config.items() if key not in _VOLATILE_KEYS}
+    stated = (
+        json.dumps(kept, sort_keys=True),
+        json.dumps([traits.dtype, sorted(traits.eos_token_ids)]),
+    )
+    return _digest(folder, *(text.encode() for text in stated)).hex()
+
+
+def checkpoint_digest(folder: Path) -> bytes:
+    """16 bytes over what loading a checkpoint reads: both configs whole, and of the weights what
+    `fingerprint` takes."""
+    paths = (folder / "config.json", folder / "generation_config.json")
+    return _digest(folder, *(path.read_bytes() for path in paths if path.is_file()))
+
+
+def _digest(folder: Path, *stated: bytes) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
 
     def feed(data: bytes) -> None:
         digest.update(struct.pack("<Q", len(data)))
         digest.update(data)
 
-    config = json.loads((folder / "config.json").read_text())
-    kept = {key: value for key, value in config.items() if key not in _VOLATILE_KEYS}
-    feed(json.dumps(kept, sort_keys=True).encode())
-    feed(json.dumps([traits.dtype, sorted(traits.eos_token_ids)]).encode())
+    for data in stated:
+        feed(data)
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         header = _header_bytes(path)
@@ -94,7 +109,7 @@ def fingerprint(folder: Path, traits: ModelTraits) -> str:
             for index in range(_SAMPLES):
                 file.seek(start + (size - start) * index // _SAMPLES)
                 feed(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+    return digest.digest()
 
 
 def _number(config: Any, name: str) -> int:

@@ -316,6 +316,7 @@ def test_the_comparison_at_load_notices_a_wrong_trait(monkeypatch, field):
         found = read_decoder_traits(config, traits)
         return dataclasses.replace(found, **{field: getattr(found, field) * 1.1 + 0.01})
 
+    monkeypatch.setattr(fused_decoder, "find_record", lambda *args: None)
     monkeypatch.setattr(fused_decoder, "read_decoder_traits", wrong)
     with pytest.raises(NotFused, match="other logits than alone"):
         FusedDecoder.load(tiny_model("llama"), CPU)

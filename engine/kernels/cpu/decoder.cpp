@@ -344,13 +344,16 @@ at::Tensor Decoder::run(const Step& step) {
   return head<T>(kept, memory);
 }
 
+void Decoder::gather_team() {
+  const int threads = at::get_num_threads();
+  if (team_ != nullptr && team_->count() == threads) return;
+  team_ = std::make_unique<Team>(threads);
+  workspaces_ = std::vector<Workspace>(threads);
+}
+
 at::Tensor Decoder::forward(const c10::Dict<std::string, at::Tensor>& tensors,
                             std::vector<at::Tensor> keys, std::vector<at::Tensor> values) {
-  const int threads = at::get_num_threads();
-  if (team_ == nullptr || team_->count() != threads) {
-    team_ = std::make_unique<Team>(threads);
-    workspaces_ = std::vector<Workspace>(threads);
-  }
+  gather_team();
   const auto get = [&](const char* name) { return tensors.at(name); };
   const Step step{get("token_ids"),    get("cos"),          get("sin"),
                   get("slot_blocks"),  get("slot_offsets"), get("query_starts"),
@@ -362,8 +365,9 @@ at::Tensor Decoder::forward(const c10::Dict<std::string, at::Tensor>& tensors,
 }
 
 std::tuple<at::Tensor, at::Tensor> Decoder::row_max(const at::Tensor& logits) {
-  TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.is_contiguous() && team_ != nullptr,
+  TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.is_contiguous(),
               "row_max takes what forward gave");
+  gather_team();
   const int64_t rows = logits.size(0), columns = logits.size(1);
   at::Tensor best = at::empty({rows}, logits.options());
   at::Tensor ids = at::empty({rows}, logits.options().dtype(at::kLong));

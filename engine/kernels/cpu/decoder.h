@@ -118,6 +118,8 @@ class Decoder : public torch::CustomClassHolder {
  private:
   template <typename T>
   at::Tensor run(const Step& step);
+  // As many threads as torch has been told to use.
+  void gather_team();
   template <typename Body>
   void spans(int64_t tokens, const Body& body);
   template <typename T>
