@@ -261,7 +261,8 @@ class AmxSegment {
     if (options_.softcap != 0.0f) cap(scores, count);
     const float scale = options_.softcap != 0.0f ? 1.0f : options_.scale;
     const __m512 hidden = _mm512_set1_ps(kHidden);
-    if (!all_seen(tile, from, count)) {
+    const bool whole = all_seen(tile, from, count);
+    if (!whole) {
       for (int64_t key = 0; key < count; ++key) {
         float* place = scores + key * kRows;
         const __m512 s = _mm512_loadu_ps(place);
@@ -285,7 +286,9 @@ class AmxSegment {
         const int64_t key = step + 2 * i;
         const auto weight = [&](int64_t k) {
           if (k >= count) return zero;
-          return exp2_16(_mm512_fmsub_ps(_mm512_loadu_ps(scores + k * kRows), unit, shift));
+          const __m512 s = _mm512_loadu_ps(scores + k * kRows);
+          const __m512 w = exp2_16(_mm512_fmsub_ps(s, unit, shift));
+          return whole ? w : _mm512_maskz_mov_ps(_mm512_cmpneq_ps_mask(s, hidden), w);
         };
         const __m512 even = weight(key), odd = weight(key + 1);
         evens = _mm512_add_ps(evens, even);

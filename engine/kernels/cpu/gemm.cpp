@@ -1,5 +1,7 @@
 #include "gemm.h"
 
+#include <cstring>
+
 #if SHOAL_AMX
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -26,11 +28,17 @@ void pack_weight(const bf16* weight, int64_t n, int64_t k, bool paired, bf16* pa
       for (int64_t column = 0; column < kBlockColumns; ++column) {
         const int64_t row = packed_row(block, column, n, paired);
         bf16* tile = packed + ((block * steps + step) * 2 + column / 16) * kTileElements;
+        bf16* place = tile + column % 16 * 2;
+        const bf16* source = weight + row * k + step * kStep;
+        const int64_t left = row < n ? std::min(kStep, k - step * kStep) : 0;
+        if (left == kStep) {
+          for (int64_t i = 0; i < kStep; i += 2) {
+            std::memcpy(place + i * 16, source + i, 2 * sizeof(bf16));
+          }
+          continue;
+        }
         for (int64_t i = 0; i < kStep; ++i) {
-          const int64_t source = step * kStep + i;
-          const bool inside = row < n && source < k;
-          tile[i / 2 * 32 + column % 16 * 2 + i % 2] =
-              inside ? weight[row * k + source] : bf16{0};
+          place[i / 2 * 32 + i % 2] = i < left ? source[i] : bf16{0};
         }
       }
     }
