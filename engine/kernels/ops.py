@@ -5,6 +5,7 @@ anywhere and is the oracle; a back end for a device is imported by `select_ops` 
 a model on that device.
 """
 
+import logging
 from collections.abc import Sequence
 from functools import cache
 from typing import Protocol
@@ -16,6 +17,8 @@ from engine.kernels.reference import AttentionOptions
 from engine.kernels.torch_ops import TorchOps
 
 __all__ = ["BlockCopy", "Ops", "TorchOps", "select_ops"]
+
+_log = logging.getLogger(__name__)
 
 BlockCopy = tuple[int, int, int]
 """Source block, destination block, and how many of its first tokens are copied."""
@@ -111,5 +114,13 @@ class Ops(Protocol):
 
 @cache
 def select_ops(device: torch.device) -> Ops:
-    """The back end for `device`: torch's."""
-    return TorchOps()
+    """The fastest back end for `device`: Triton's on CUDA, torch's elsewhere, and, with a warning,
+    on CUDA without Triton."""
+    if device.type != "cuda":
+        return TorchOps()
+    try:
+        from engine.kernels.triton.ops import TritonOps
+    except ImportError as error:
+        _log.warning("no Triton kernels, so plain torch computes on %s, slowly: %s", device, error)
+        return TorchOps()
+    return TritonOps(device)

@@ -1,5 +1,6 @@
 """The op set in plain torch, which back end is chosen, and that a CPU never loads another one."""
 
+import logging
 import math
 import subprocess
 import sys
@@ -156,6 +157,17 @@ def test_an_8_bit_cache_saturates():
 
 def test_a_cpu_computes_with_torch():
     assert isinstance(select_ops(torch.device("cpu")), TorchOps)
+
+
+def test_cuda_without_triton_is_one_warning(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "engine.kernels.triton.ops", None)
+    select_ops.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert isinstance(select_ops(torch.device("cuda:7")), TorchOps)
+    select_ops.cache_clear()
+    (record,) = caplog.records
+    assert "no Triton kernels, so plain torch computes on cuda:7" in record.getMessage()
 
 
 # torch itself imports Triton where it is installed (torch._dynamo does), so here it is not.
