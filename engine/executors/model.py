@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from configs.engine import EngineConfig
 from engine.errors import ConfigurationError
 from engine.kernels.batch import AttentionBatch, SequenceSlice
+from engine.kernels.ops import select_ops
 from engine.models.device import usable_device
 from engine.models.host_memory import HostMemory
 from engine.models.kv_cache import KVCache, plan_num_blocks, plan_num_slots
@@ -69,7 +70,7 @@ class ModelExecutor:
         self._cache = cache
         self._host = HostMemory(cache, info.num_slots)
         self._info = info
-        self._sampler = Sampler(info.eos_token_ids, model.row_max)
+        self._sampler = Sampler(info.eos_token_ids, model.row_max, select_ops(model.device))
         self._runs: dict[int, _Run] = {}
 
     @classmethod

@@ -34,6 +34,14 @@ class SequenceSlice:
 
 
 @dataclass(frozen=True, slots=True)
+class Angles:
+    """Cosine and sine of each token's rotary embedding, float32 ``[T, rotated / 2]``."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeGroup:
     """N sequences of similar length with one query each, padded to L tokens (whole blocks)."""
 
@@ -72,6 +80,29 @@ class AttentionBatch:
     @property
     def num_sequences(self) -> int:
         return len(self.context_lens)
+
+    @cached_property
+    def max_query_len(self) -> int:
+        """The most queries that a sequence has."""
+        starts = self.query_starts
+        return max(starts[s + 1] - starts[s] for s in range(self.num_sequences))
+
+    @cached_property
+    def max_context_len(self) -> int:
+        """The longest of `context_lens`."""
+        return max(self.context_lens)
+
+    @cached_property
+    def device_query_starts(self) -> torch.Tensor:
+        """`query_starts`, int32 on the batch's device; made when first asked for."""
+        device = self.block_tables.device
+        return torch.tensor(self.query_starts, dtype=torch.int32, device=device)
+
+    @cached_property
+    def device_context_lens(self) -> torch.Tensor:
+        """`context_lens`, int32 on the batch's device; made when first asked for."""
+        device = self.block_tables.device
+        return torch.tensor(self.context_lens, dtype=torch.int32, device=device)
 
     @cached_property
     def prefills(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ hold NaN, and ``0 * NaN`` is NaN, so a masked score is overwritten, whatever it 
 value is set to zero. Scores, softmax and the weighted sum are float32 whatever the cache holds.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,6 +14,8 @@ from engine.kernels.batch import AttentionBatch, DecodeGroup
 # Elements of a prefill chunk's scores in float32: 64 MiB. With `batch._MAX_GROUP_TOKENS` for decode
 # it bounds peak memory however long the contexts are.
 _MAX_SCORES = 1 << 24
+FLOAT8_MAX = 448.0
+"""The largest number of float8 e4m3, in which a cache may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,9 @@ class AttentionOptions:
     """Scores become ``softcap * tanh(score / softcap)``."""
     sinks: torch.Tensor | None = None
     """[H], one logit a head that takes part in the softmax and has no value."""
+    kv_scale: float = 1.0
+    """What the caches hold, times this, are the keys and values: for caches of 8 bits, whose writer
+    divided by it."""
 
 
 def write_kv(
@@ -39,8 +44,11 @@ def write_kv(
 ) -> None:
     """Puts this step's keys and values ``[T, KV, D]`` into their slots of the layer's cache
     ``[num_blocks, KV, block_size, D]``. Writing the same step again changes nothing."""
-    key_cache[batch.slot_blocks, :, batch.slot_offsets] = key.to(key_cache.dtype)
-    value_cache[batch.slot_blocks, :, batch.slot_offsets] = value.to(value_cache.dtype)
+    for cache, tokens in ((key_cache, key), (value_cache, value)):
+        if cache.dtype == torch.float8_e4m3fn:
+            # Beyond its largest number lies NaN.
+            tokens = tokens.clamp(-FLOAT8_MAX, FLOAT8_MAX)
+        cache[batch.slot_blocks, :, batch.slot_offsets] = tokens.to(cache.dtype)
 
 
 def paged_attention(
@@ -56,6 +64,11 @@ def paged_attention(
     ``h // (H / KV)``); this step's keys and values must be in the cache already. Returns
     ``[T, H, D]`` in the query's dtype.
     """
+    if options.kv_scale != 1.0:
+        # Scores and result are linear in it.
+        unscaled = replace(options, scale=options.scale * options.kv_scale, kv_scale=1.0)
+        found = paged_attention(query.float(), key_cache, value_cache, batch, unscaled)
+        return (found * options.kv_scale).to(query.dtype)
     output = torch.empty_like(query)
     caches = (key_cache, value_cache)
     for sequence in batch.prefills:
@@ -75,7 +88,7 @@ def _decode(
     """One token each for N sequences: ``[N, H, D]`` to ``[N, H, D]``."""
     num, heads, head_dim = query.shape
     kv_heads = caches[0].shape[1]
-    keys, values = _gather_padded(caches[0], group), _gather_padded(caches[1], group)
+    keys, values = (_gather_padded(cache, group) for cache in caches)
     sequences, places = group.padding
     values[sequences, :, places] = 0.0
     grouped = query.float().view(num, kv_heads, heads // kv_heads, head_dim)
@@ -96,7 +109,7 @@ def _gather_padded(cache: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
     _, kv_heads, block_size, head_dim = cache.shape
     # Blocks are copied whole (index_select does that, indexing goes by element); the one copy that
     # reorders them also converts them.
-    found = cache.index_select(0, group.tables.flatten())
+    found = _blocks(cache, group.tables.flatten())
     gathered = torch.empty(
         num, kv_heads, blocks, block_size, head_dim, dtype=torch.float32, device=cache.device
     )
@@ -122,8 +135,7 @@ def _prefill(
         end = min(first + chunk, num)
         low = 0 if window is None else max(0, start + first - window + 1)
         high = start + end
-        keys = _gather_range(caches[0], batch, sequence, low, high)
-        values = _gather_range(caches[1], batch, sequence, low, high)
+        keys, values = (_gather_range(cache, batch, sequence, low, high) for cache in caches)
         kv_heads = keys.shape[0]
         # [Q, H, D] to [KV, G * Q, D]: one product for all heads of a group.
         grouped = query[first:end].float().transpose(0, 1).reshape(kv_heads, -1, head_dim)
@@ -147,13 +159,21 @@ def _gather_range(
     """Tokens ``[low, high)`` of one sequence, float32 ``[KV, high - low, D]``."""
     _, kv_heads, block_size, head_dim = cache.shape
     first_block, end_block = low // block_size, -(-high // block_size)
-    found = cache.index_select(0, batch.block_tables[sequence, first_block:end_block])
+    found = _blocks(cache, batch.block_tables[sequence, first_block:end_block])
     gathered = torch.empty(
         kv_heads, len(found), block_size, head_dim, dtype=torch.float32, device=cache.device
     )
     gathered.copy_(found.transpose(0, 1))
     offset = first_block * block_size
     return gathered.view(kv_heads, -1, head_dim)[:, low - offset : high - offset]
+
+
+def _blocks(cache: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``cache[index]``, copied block by block."""
+    if cache.itemsize > 1:
+        return cache.index_select(0, index)
+    # torch selects no rows of 8-bit floats.
+    return cache.view(torch.uint8).index_select(0, index).view(cache.dtype)
 
 
 def _softmax(

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from engine.errors import ModelRefused
-from engine.kernels.batch import AttentionBatch
+from engine.kernels.batch import Angles, AttentionBatch
+from engine.kernels.ops import select_ops
 from engine.models.decoder_traits import DecoderTraits, NotFused, read_decoder_traits
 from engine.models.kv_cache import KVCache
 from engine.models.merged_weights import MergedWeights, read_weights
 from engine.models.native_decoder import NativeDecoder, try_native_decoder
+from engine.models.op_decoder import OpDecoder
 from engine.models.probe import verify_model
 from engine.models.records import Record, find_record, keep_record
-from engine.models.reference_decoder import Angles, ReferenceDecoder
 from engine.models.support import causal_lm_class, load_config
 from engine.models.traits import ModelTraits, read_traits
 
@@ -30,7 +31,7 @@ class FusedDecoder:
         self,
         traits: ModelTraits,
         decoder: DecoderTraits,
-        backend: NativeDecoder | ReferenceDecoder,
+        backend: NativeDecoder | OpDecoder,
         device: torch.device,
         weight_bytes: int,
     ) -> None:
@@ -76,7 +77,7 @@ class FusedDecoder:
         weights = read_weights(folder, traits, decoder, device, progress)
         tensors = _with_norm_offset(weights, decoder)
         native = try_native_decoder(traits, decoder, tensors, device, progress)
-        backend = native or ReferenceDecoder(traits, decoder, tensors)
+        backend = native or OpDecoder(traits, decoder, tensors, select_ops(device))
         return cls(traits, decoder, backend, device, weights.num_bytes), weights
 
     def forward(

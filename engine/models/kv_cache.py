@@ -14,6 +14,7 @@ import torch
 from configs.engine import CacheConfig
 from engine.errors import ConfigurationError
 from engine.kernels.memory import advise_huge_pages
+from engine.kernels.ops import select_ops
 from engine.models.traits import ModelTraits
 
 
@@ -32,6 +33,7 @@ class KVCache:
             device=device,
         )
         advise_huge_pages(self.storage)
+        self._ops = select_ops(device)
         self.layers = [(layer[0], layer[1]) for layer in self.storage]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -42,8 +44,8 @@ class KVCache:
         )
         # At once where order cannot matter, which is what a scheduler's plans look like.
         for group in [pairs] if independent else [[pair] for pair in pairs]:
-            index = torch.tensor(group, device=self.storage.device)
-            self.storage[:, :, index[:, 1]] = self.storage[:, :, index[:, 0]]
+            copies = [(source, target, self.block_size) for source, target in group]
+            self._ops.copy_blocks(self.storage, copies)
 
 
 def plan_num_blocks(traits: ModelTraits, cache: CacheConfig, device: torch.device) -> int:

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from engine.kernels.batch import AttentionBatch
+from engine.kernels.batch import Angles, AttentionBatch
 from engine.kernels.cpu.build import cpu_kernels
 from engine.models.decoder_traits import DecoderTraits
 from engine.models.kv_cache import KVCache
-from engine.models.reference_decoder import Angles
 from engine.models.traits import ModelTraits
 
 
@@ -30,7 +29,7 @@ def why_not_native(traits: ModelTraits, decoder: DecoderTraits, device: torch.de
 
 
 class NativeDecoder:
-    """`ReferenceDecoder`'s interface over `engine/kernels/cpu/decoder.h`.
+    """`OpDecoder`'s interface over `engine/kernels/cpu/decoder.h`.
 
     It copies the weights into the order its kernels read them in, where the processor has a tile
     unit and they are bfloat16.
@@ -73,7 +72,7 @@ class NativeDecoder:
         rows: torch.Tensor,
         cache: KVCache,
     ) -> torch.Tensor:
-        """See `ReferenceDecoder.forward`."""
+        """See `OpDecoder.forward`."""
         logits: torch.Tensor = self._decoder.forward(
             {
                 "token_ids": token_ids,

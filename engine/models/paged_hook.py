@@ -15,7 +15,8 @@ from transformers import AttentionInterface
 
 from engine.errors import ModelRefused
 from engine.kernels.batch import AttentionBatch
-from engine.kernels.reference import AttentionOptions, paged_attention, write_kv
+from engine.kernels.ops import Ops
+from engine.kernels.reference import AttentionOptions
 from engine.models.kv_cache import KVCache
 from engine.models.traits import ModelTraits
 
@@ -26,11 +27,12 @@ _WITHOUT_EFFECT = frozenset({"position_ids", "use_cache", "cache_position"})
 class PagedAttentionHook:
     """Registered by name with `AttentionInterface`; called once a layer in each forward."""
 
-    def __init__(self, traits: ModelTraits) -> None:
+    def __init__(self, traits: ModelTraits, ops: Ops) -> None:
         self.name = f"shoal_{uuid.uuid4().hex}"
         self.calls: list[int] = []
         """Layers that have called since the current batch began."""
         self._traits = traits
+        self._ops = ops
         self._step: tuple[AttentionBatch, KVCache] | None = None
         AttentionInterface.register(self.name, self._attend)
 
@@ -69,8 +71,10 @@ class PagedAttentionHook:
         self._check_shapes(query, key, value)
         options = self._options(module, layer, attention_mask, kwargs)
         key_cache, value_cache = cache.layers[layer]
-        write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), key_cache, value_cache, batch)
-        output = paged_attention(
+        self._ops.write_kv(
+            key[0].transpose(0, 1), value[0].transpose(0, 1), key_cache, value_cache, batch
+        )
+        output = self._ops.paged_attention(
             query[0].transpose(0, 1).contiguous(), key_cache, value_cache, batch, options
         )
         return output[None], None

@@ -13,7 +13,7 @@ import torch
 
 from engine.errors import ModelRefused
 from engine.kernels.batch import AttentionBatch
-from engine.kernels.reference import row_max
+from engine.kernels.ops import select_ops
 from engine.models.kv_cache import KVCache
 from engine.models.paged_hook import PagedAttentionHook
 from engine.models.probe import verify_model
@@ -28,7 +28,8 @@ class TransformersModel:
         self.traits = traits
         self.device = device
         self._module = module
-        self._hook = PagedAttentionHook(traits)
+        self._ops = select_ops(device)
+        self._hook = PagedAttentionHook(traits, self._ops)
         module.set_attn_implementation(self._hook.name)
 
     @classmethod
@@ -85,7 +86,7 @@ class TransformersModel:
 
     def row_max(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The largest of each row of `forward`'s logits, and its place."""
-        return row_max(logits)
+        return self._ops.row_max(logits)
 
     def forward_alone(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Logits ``[T, vocab_size]`` of one whole sequence by the model's own attention."""

@@ -17,6 +17,8 @@ splitmix64: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators"
 constants of its finaliser: Stafford's variant 13, as in https://prng.di.unimi.it/splitmix64.c.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 _MASK_64 = (1 << 64) - 1
@@ -31,15 +33,14 @@ def noise_key(seed: int, choice: int, position: int) -> int:
     return _mix(_mix(_mix(seed) + choice) + position)
 
 
-def gumbel_noise(keys: list[int], token_ids: torch.Tensor) -> torch.Tensor:
+def gumbel_noise(keys: Sequence[int], token_ids: torch.Tensor) -> torch.Tensor:
     """Noise of `token_ids` (int64 ``[V]``) under each of N keys: float64 ``[N, V]``.
 
     Finite: uniforms lie in [2**-53, 1 - 2**-53], so the noise lies in (-3.61, 36.8).
     """
     # torch has no unsigned 64-bit arithmetic; two's complement wraps to the same bits, and a
     # logical shift is an arithmetic one with the copies of the sign bit masked away.
-    key_column = torch.tensor([_signed(key) for key in keys], dtype=torch.int64)[:, None]
-    z = (token_ids + 1) * _signed(_GOLDEN) + key_column.to(token_ids.device)
+    z = (token_ids + 1) * _signed(_GOLDEN) + signed_keys(keys).to(token_ids.device)[:, None]
     z ^= _shift_right(z, 30)
     z *= _signed(_FACTOR_1)
     z ^= _shift_right(z, 27)
@@ -48,6 +49,11 @@ def gumbel_noise(keys: list[int], token_ids: torch.Tensor) -> torch.Tensor:
     # 52 bits, not 53: with half a step added, 53 bits can round up to exactly 1.
     uniform = _shift_right(z, 12).double().add_(0.5).mul_(2.0**-52)
     return uniform.log_().neg_().log_().neg_()
+
+
+def signed_keys(keys: Sequence[int]) -> torch.Tensor:
+    """The bits of unsigned 64-bit keys as int64, which is the widest that torch computes with."""
+    return torch.tensor([_signed(key) for key in keys], dtype=torch.int64)
 
 
 def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:

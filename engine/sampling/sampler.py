@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from engine.kernels.reference import row_max
+from engine.kernels.ops import Ops, TorchOps
 from engine.plan import Sampled
 from engine.sampling.noise import gumbel_noise, noise_key
 from engine.sampling.processors import apply_processors
@@ -36,9 +36,16 @@ RowMax = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 class Sampler:
     """Draws for a batch of runs. Holds nothing but constants of the model."""
 
-    def __init__(self, eos_token_ids: Sequence[int], row_max: RowMax = row_max) -> None:
+    def __init__(
+        self,
+        eos_token_ids: Sequence[int],
+        row_max: RowMax | None = None,
+        ops: Ops | None = None,
+    ) -> None:
+        """`row_max` where a model has a quicker one than `ops`; `ops` are torch's by default."""
         self._eos_token_ids = tuple(eos_token_ids)
-        self._row_max = row_max
+        self._ops = ops or TorchOps()
+        self._row_max = row_max or self._ops.row_max
 
     def sample(self, logits: torch.Tensor, states: Sequence[SamplingState]) -> list[Sampled | str]:
         """One draw for each row of `logits` (``[N, V]``, any float dtype, not changed), or the
@@ -71,13 +78,13 @@ class Sampler:
         chosen = [states[row] for row in rows]
         for row, state in zip(work, chosen, strict=True):
             apply_processors(row, state, self._eos_token_ids)
-        best, best_ids = work.max(dim=-1)
+        best, best_ids = self._ops.row_max(work)
         token_ids: list[int] = best_ids.tolist()
         faults = _faults(best)
         sampled = [
             i for i, state in enumerate(chosen) if state.params.temperature > 0 and i not in faults
         ]
-        for i, token_id in _draw_sampled(work, chosen, sampled, best).items():
+        for i, token_id in self._draw_sampled(work, chosen, sampled, best).items():
             token_ids[i] = token_id
         for i, row in enumerate(rows):
             if i in faults:
@@ -87,33 +94,34 @@ class Sampler:
             logprobs = None if count is None else (token_logprobs(raw[i], token_ids[i], count),)
             draws[row] = Sampled((token_ids[i],), logprobs)
 
-
-def _draw_sampled(
-    work: torch.Tensor, states: list[SamplingState], rows: list[int], best: torch.Tensor
-) -> dict[int, int]:
-    """Draws for the rows with a temperature: those with filters one by one over the few candidates
-    left, the others in groups over the whole vocabulary."""
-    tokens: dict[int, int] = {}
-    whole: list[int] = []
-    for i in rows:
-        params = states[i].params
-        if params.top_k or params.top_p < 1.0:
-            scaled = _scaled(work[i : i + 1], states[i : i + 1], best[i : i + 1])[0]
-            candidates = _candidates(scaled, params.top_k, params.top_p)
-            noisy = scaled[candidates] + gumbel_noise([_key(states[i])], candidates)[0]
-            tokens[i] = int(candidates[noisy.argmax()])
-        else:
-            whole.append(i)
-    vocabulary = torch.arange(work.shape[1], device=work.device) if whole else None
-    for first in range(0, len(whole), _NOISE_ROWS):
-        assert vocabulary is not None
-        group = whole[first : first + _NOISE_ROWS]
-        index = torch.tensor(group, device=work.device)
-        group_states = [states[i] for i in group]
-        scaled = _scaled(work[index], group_states, best[index])
-        scaled += gumbel_noise([_key(state) for state in group_states], vocabulary)
-        tokens.update(zip(group, scaled.argmax(dim=-1).tolist(), strict=True))
-    return tokens
+    def _draw_sampled(
+        self,
+        work: torch.Tensor,
+        states: list[SamplingState],
+        rows: list[int],
+        best: torch.Tensor,
+    ) -> dict[int, int]:
+        """Draws for the rows with a temperature: those with filters one by one over the few
+        candidates left, the others in groups over the whole vocabulary."""
+        tokens: dict[int, int] = {}
+        whole: list[int] = []
+        for i in rows:
+            params = states[i].params
+            if params.top_k or params.top_p < 1.0:
+                scaled = _scaled(work[i : i + 1], states[i : i + 1], best[i : i + 1])[0]
+                candidates = _candidates(scaled, params.top_k, params.top_p)
+                noisy = scaled[candidates] + gumbel_noise([_key(states[i])], candidates)[0]
+                tokens[i] = int(candidates[noisy.argmax()])
+            else:
+                whole.append(i)
+        for first in range(0, len(whole), _NOISE_ROWS):
+            group = whole[first : first + _NOISE_ROWS]
+            index = torch.tensor(group, device=work.device)
+            group_states = [states[i] for i in group]
+            scaled = _scaled(work[index], group_states, best[index])
+            drawn = self._ops.gumbel_argmax(scaled, [_key(state) for state in group_states])
+            tokens.update(zip(group, drawn.tolist(), strict=True))
+        return tokens
 
 
 def _key(state: SamplingState) -> int:

@@ -19,7 +19,7 @@ from engine.models.kv_cache import KVCache
 from engine.models.load import load_model
 from engine.models.merged_weights import read_weights
 from engine.models.native_decoder import NativeDecoder
-from engine.models.reference_decoder import ReferenceDecoder
+from engine.models.op_decoder import OpDecoder
 from engine.models.support import load_config
 from engine.models.traits import read_traits
 from engine.models.transformers_model import TransformersModel
@@ -84,7 +84,7 @@ def expected_logits(module):
 def backend(request, monkeypatch):
     if request.param == "reference":
         monkeypatch.setattr(fused_decoder, "try_native_decoder", lambda *args: None)
-        return ReferenceDecoder
+        return OpDecoder
     if not cpu_kernels(print):
         pytest.skip("no C++ compiler")
     return NativeDecoder
@@ -94,7 +94,7 @@ def backend(request, monkeypatch):
 def test_float32_is_transformers(name, backend):
     model = load_model(tiny_model(name), CPU)
     assert isinstance(model, FusedDecoder)
-    assert isinstance(model.backend, ReferenceDecoder if name in EXPERT_NAMES else backend)
+    assert isinstance(model.backend, OpDecoder if name in EXPERT_NAMES else backend)
     expected = expected_logits(reference_module(name))
     torch.testing.assert_close(chunked_logits(model), expected, atol=1e-4, rtol=1e-4)
 
