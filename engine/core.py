@@ -17,6 +17,7 @@ from engine import wire
 from engine.admission import check, context_limit
 from engine.compute import ComputeThread, Step
 from engine.curve import CurveKeys
+from engine.device_metrics import DeviceSampler
 from engine.disk_io import DiskIO
 from engine.errors import RequestRejected
 from engine.load import LoadMeter
@@ -55,6 +56,7 @@ class EngineCore:
         keys = CurveKeys.derive(self._secret) if path else None
         self._transport = EngineTransport(config.transport, keys)
         self._lower: TierDriver | None = None
+        self._device = DeviceSampler.of(info.device)
         if info.num_slots:
             disk = None
             if disk_folder is not None:
@@ -143,11 +145,14 @@ class EngineCore:
             "output_tokens": self._meter.num_decode_tokens,
             **(self._lower.stats() if self._lower is not None else {}),
         }
+            **(self._device.latest if self._device is not None else {}),
 
     def run(self) -> None:
         """Serves until `stop`. Raises what the executor raised, after telling every client."""
         self._compute.start()
         try:
+        if self._device is not None:
+            self._device.start()
             while not self._is_stopping:
                 self._turn()
         finally:
@@ -156,6 +161,8 @@ class EngineCore:
                 self._transport.send(session, wire.Refused(RefuseCode.NO_SESSION, text))
             self._compute.stop(_STOP_TIMEOUT_S)
             if self._lower is not None:
+            if self._device is not None:
+                self._device.stop()
                 self._lower.close(_STOP_TIMEOUT_S)
             self._executor.close()
             self._transport.close()
