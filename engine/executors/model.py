@@ -7,7 +7,7 @@ failed stays behind, because writing the same KV and drawing the same token agai
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,6 +123,7 @@ class ModelExecutor:
         self._host.save(plan.saves)
         self._host.load(plan.loads)
         if plan.copies:
+            self._host.before_writes(block for _, block in plan.copies)
             self._cache.copy_blocks(plan.copies)
         for start in plan.starts:
             self._runs[start.run_id] = self._begin(start)
@@ -157,6 +158,7 @@ class ModelExecutor:
 
     def close(self) -> None:
         self._runs.clear()
+        self._host.close()
         self._model.close()
 
     def _begin(self, start: Start) -> _Run:
@@ -207,6 +209,8 @@ class ModelExecutor:
                 rows.append(len(token_ids) - 1)
                 sampling.append((item.run_id, run.sampling))
         device = self._model.device
+        if self._host.is_saving:
+            self._host.before_writes(_written(parts, self._cache.block_size))
         batch = AttentionBatch.build(parts, self._cache.block_size, device)
         logits = self._model.forward(
             torch.tensor(token_ids, device=device),
@@ -224,6 +228,13 @@ class ModelExecutor:
         device = self._model.device
         if torch.ones(2, device=device).sum().item() != 2.0:
             raise RuntimeError(f"{device} no longer computes correctly")
+
+
+def _written(parts: Sequence[SequenceSlice], block_size: int) -> Iterator[int]:
+    """Blocks that a step puts KV into."""
+    for part in parts:
+        first, end = part.start // block_size, -(-(part.start + part.length) // block_size)
+        yield from part.block_ids[first:end].tolist()
 
 
 def _usable_cores() -> int:
