@@ -6,6 +6,7 @@ the order of additions inside matrix products.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine.kernels.reference import row_max
 from engine.models.kv_cache import KVCache
 from engine.models.paged_hook import PagedAttentionHook
 from engine.models.probe import verify_model
+from engine.models.quantisation import plan_quantisation
 from engine.models.support import causal_lm_class, load_config
 from engine.models.traits import ModelTraits, read_traits
 
@@ -44,15 +46,25 @@ class TransformersModel:
         config = load_config(folder)
         model_class = causal_lm_class(config)
         traits = read_traits(config, folder, dtype)
+        quantised = plan_quantisation(config, device, traits.dtype)
+        if quantised is not None:
+            traits = replace(traits, dtype=quantised.dtype)
+            config = quantised.loading_config(config)
+            progress(str(quantised))
         progress(f"loading {traits.num_layers} layers in {traits.dtype} on {device}")
-        module = _load_module(model_class, folder, traits, device)
+        is_mapped = quantised is not None or device.type != "cpu"
+        module = _load_module(model_class, config, folder, traits, device if is_mapped else None)
         model = cls(module, traits, device)
         progress("comparing packed, paged attention with the model's own")
         try:
             with torch.inference_mode():
                 verify_model(model)
-        except BaseException:
+        except BaseException as error:
             model.close()
+            if quantised is not None and isinstance(error, RuntimeError | ImportError | OSError):
+                # Kernels of packed weights show only now whether they are there.
+                text = f"it is {quantised}, and does not run on {device}: {error}"
+                raise ModelRefused(text) from error
             raise
         return model
 
@@ -104,12 +116,15 @@ class TransformersModel:
         self._hook.close()
 
 
-def _load_module(model_class: Any, folder: Path, traits: ModelTraits, device: torch.device) -> Any:
+def _load_module(
+    model_class: Any, config: Any, folder: Path, traits: ModelTraits, device: torch.device | None
+) -> Any:
     # Straight to an accelerator, so that the weights are never whole in host memory.
-    placement = {} if device.type == "cpu" else {"device_map": {"": str(device)}}
+    placement = {} if device is None else {"device_map": {"": str(device)}}
     try:
         module, report = model_class.from_pretrained(
             folder,
+            config=config,
             dtype=getattr(torch, traits.dtype),
             attn_implementation="eager",
             use_safetensors=True,
