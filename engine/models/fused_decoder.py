@@ -56,15 +56,7 @@ class FusedDecoder:
         decoder = read_decoder_traits(config, traits)
         progress(f"loading {traits.num_layers} layers in {traits.dtype} on {device}")
         weights = read_weights(folder, traits, decoder, device, progress)
-        tensors = _with_norm_offset(weights, decoder)
-        backend = try_native_decoder(traits, decoder, tensors, device, progress)
-        model = cls(
-            traits,
-            decoder,
-            backend or ReferenceDecoder(traits, decoder, tensors),
-            device,
-            weights.num_bytes,
-        )
+        model = cls.over_weights(traits, decoder, weights, device, progress)
         progress("comparing packed, paged attention with the model's own")
         with torch.inference_mode():
             try:
@@ -72,6 +64,27 @@ class FusedDecoder:
             except ModelRefused as error:
                 raise NotFused(str(error)) from error
         return model
+
+    @classmethod
+    def over_weights(
+        cls,
+        traits: ModelTraits,
+        decoder: DecoderTraits,
+        weights: MergedWeights,
+        device: torch.device,
+        progress: Callable[[str], None] = lambda message: None,
+    ) -> "FusedDecoder":
+        """Over weights that are on `device`, with its fastest back end; not compared with anything
+        yet."""
+        tensors = _with_norm_offset(weights, decoder)
+        backend = try_native_decoder(traits, decoder, tensors, device, progress)
+        return cls(
+            traits,
+            decoder,
+            backend or ReferenceDecoder(traits, decoder, tensors),
+            device,
+            weights.num_bytes,
+        )
 
     def forward(
         self,
