@@ -54,6 +54,8 @@ class TransformersModel:
         progress(f"loading {traits.num_layers} layers in {traits.dtype} on {device}")
         is_mapped = quantised is not None or device.type != "cpu"
         module = _load_module(model_class, config, folder, traits, device if is_mapped else None)
+        if quantised is not None and quantised.reason_unpacked is not None:
+            _unify_unpacked(module, getattr(torch, traits.dtype))
         model = cls(module, traits, device)
         progress("comparing packed, paged attention with the model's own")
         try:
@@ -140,3 +142,10 @@ def _load_module(
             f"the checkpoint lacks {len(missing)} tensors, among them {', '.join(missing[:3])}"
         )
     return module.eval().requires_grad_(False)
+
+
+def _unify_unpacked(module: Any, dtype: torch.dtype) -> None:
+    """Older versions of `transformers` unpack to bfloat16 whatever dtype they are asked for."""
+    for parameter in module.parameters():
+        if parameter.dtype == torch.bfloat16 != dtype:
+            parameter.data = parameter.data.to(dtype)
