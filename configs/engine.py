@@ -18,11 +18,19 @@ class CacheConfig(Section):
     """The KV cache of one engine."""
 
     block_size: int = restart(16, "Tokens in a KV block.", ge=1, le=256)
-    memory_bytes: ByteSize = restart(
-        _GIB, "KV memory in bytes; the number of blocks follows from it.", ge=1 << 20, le=1 << 44
+    memory_bytes: Annotated[ByteSize, Field(ge=1 << 20, le=1 << 44)] | None = restart(
+        None,
+        "KV memory in bytes; the number of blocks follows from it. None given: 1 GiB, or on a GPU "
+        "what memory_fraction leaves.",
+    )
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = restart(
+        None,
+        "Share of a GPU that weights, the largest step and KV may take together, with what other "
+        "processes use; KV gets the rest, found by running that step. None given: 0.9 on a GPU, "
+        "unless memory_bytes or num_blocks is.",
     )
     num_blocks: Annotated[int, Field(ge=1, le=1 << 24)] | None = restart(
-        None, "KV blocks; overrides memory_bytes when given."
+        None, "KV blocks; overrides memory_bytes and memory_fraction when given."
     )
     enable_prefix_caching: bool = restart(True, "Reuse full blocks of equal prefixes.")
     reuse_partial_blocks: bool = restart(
@@ -62,6 +70,17 @@ class CacheConfig(Section):
         if self.host_memory_bytes is None:
             return 256 << 20 if self.disk_path is not None else 0
         return self.host_memory_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of KV memory where they are not measured."""
+        return _GIB if self.memory_bytes is None else self.memory_bytes
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        if self.memory_bytes is not None and self.memory_fraction is not None:
+            raise ValueError("give memory_bytes or memory_fraction, not both")
+        return self
 
     @model_validator(mode="after")
     def _disk_needs_the_host(self) -> Self:

@@ -17,8 +17,10 @@ from engine import wire
 from engine.admission import check, context_limit
 from engine.compute import ComputeThread, Step
 from engine.curve import CurveKeys
+from engine.device_metrics import DeviceSampler
 from engine.disk_io import DiskIO
 from engine.errors import RequestRejected
+from engine.executors.largest_step import within_measured
 from engine.load import LoadMeter
 from engine.load_reporter import LoadReporter
 from engine.plan import Executor, StepPlan
@@ -54,6 +56,7 @@ class EngineCore:
         # Made up here, a secret is nobody else's: it keys the cache, and no connection.
         keys = CurveKeys.derive(self._secret) if path else None
         self._transport = EngineTransport(config.transport, keys)
+        self._device = DeviceSampler.of(info.device)
         self._lower: TierDriver | None = None
         if info.num_slots:
             disk = None
@@ -142,11 +145,14 @@ class EngineCore:
             "prefill_tokens": self._meter.num_prefill_tokens,
             "output_tokens": self._meter.num_decode_tokens,
             **(self._lower.stats() if self._lower is not None else {}),
+            **(self._device.latest if self._device is not None else {}),
         }
 
     def run(self) -> None:
         """Serves until `stop`. Raises what the executor raised, after telling every client."""
         self._compute.start()
+        if self._device is not None:
+            self._device.start()
         try:
             while not self._is_stopping:
                 self._turn()
@@ -155,14 +161,17 @@ class EngineCore:
                 text = "the engine is stopping"
                 self._transport.send(session, wire.Refused(RefuseCode.NO_SESSION, text))
             self._compute.stop(_STOP_TIMEOUT_S)
+            if self._device is not None:
+                self._device.stop()
             if self._lower is not None:
                 self._lower.close(_STOP_TIMEOUT_S)
             self._executor.close()
             self._transport.close()
 
     def configure(self, scheduler: SchedulerConfig) -> None:
-        """Takes effect with the next step. May be called from any thread."""
-        self._scheduler_config = scheduler
+        """Takes effect with the next step, as far as the device has memory for it. May be called
+        from any thread."""
+        self._scheduler_config = within_measured(scheduler, self._info)
         self._transport.wake()
 
     def drain(self) -> None:

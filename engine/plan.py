@@ -113,6 +113,10 @@ class ExecutorInfo:
     dtype: str
     num_slots: int = 0
     """Blocks of host memory, the tier below."""
+    max_step_tokens: int | None = None
+    """Most tokens of a step that there is memory for beside the KV; none: any number."""
+    max_step_seqs: int | None = None
+    """Likewise, most requests."""
 
 
 class Executor(Protocol):

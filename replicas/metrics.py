@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from ray.util.metrics import Gauge
 
+from engine.device_metrics import DEVICE_STATS
 from replicas.load_window import SIGNALS
 
 CACHE_STATS = {
@@ -60,25 +61,30 @@ _STATS = {
 
 
 class EngineGauges:
-    """The signals of one engine, and what its cache and its scheduler count."""
+    """The signals of one engine, what its cache and its scheduler count, and what its GPU says."""
 
     def __init__(self, model: str, replica_id: str) -> None:
         tags = {"model": model, "engine": replica_id}
-        described = SIGNALS | {metric: text for metric, (_, text) in _STATS.items()}
+        counted = {metric: text for metric, (_, text) in _STATS.items()}
+        described = {**SIGNALS, **counted, **DEVICE_STATS}
         self._gauges = {
             name: Gauge(f"shoal_replica_{name}", description=text, tag_keys=tuple(tags))
             for name, text in described.items()
         }
         for gauge in self._gauges.values():
             gauge.set_default_tags(tags)
+        self._seen: dict[str, float] = {}
+        """Zero for each figure that the device has given once: others never appear."""
 
     def set(self, signals: Mapping[str, float], stats: Mapping[str, float]) -> None:
-        """Of `LoadWindow.signals`, and of `EngineCore.stats`; what is not there is zero."""
+        """Of `LoadWindow.signals`, and of `EngineCore.stats`; what is not there is zero, but for
+        what the device has never given."""
         counted = {metric: stats.get(name, 0.0) for metric, (name, _) in _STATS.items()}
-        shown = {**signals, **counted}
-        for name, gauge in self._gauges.items():
+        device = {name: stats[name] for name in DEVICE_STATS if name in stats}
+        self._seen |= dict.fromkeys(device, 0.0)
+        for name, value in {**signals, **counted, **self._seen, **device}.items():
             with contextlib.suppress(Exception):
-                gauge.set(shown[name])
+                self._gauges[name].set(value)
 
     def clear(self) -> None:
         self.set(dict.fromkeys(SIGNALS, 0.0), {})

@@ -79,6 +79,7 @@ def _figures(model: str, found: "ModelCheck", memory: int, block_size: int) -> d
             "model_type": found.need.model_type,
             "dtype": found.need.dtype,
             "weight_bytes": found.need.weight_bytes,
+            "stored_bytes": found.need.stored_bytes,
             "kv_bytes_per_token": found.need.kv_bytes_per_token,
             "max_model_len": found.need.max_model_len,
             "memory_bytes": memory,
@@ -95,6 +96,7 @@ def _show(figures: dict[str, Any]) -> None:
     rows += [
         ("type, dtype", f"{figures['model_type']}, {figures['dtype']}"),
         ("weights", _size(figures["weight_bytes"])),
+        ("as stored", _size(figures["stored_bytes"])),
         ("KV a token", _size(figures["kv_bytes_per_token"])),
         ("longest request", f"{figures['max_model_len']:,} tokens"),
         ("fit beside weights", f"{figures['kv_tokens']:,} tokens of KV in "

@@ -7,8 +7,9 @@ failed stays behind, because writing the same KV and drawing the same token agai
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,11 +17,13 @@ from numpy.typing import NDArray
 
 from configs.engine import EngineConfig
 from engine.errors import ConfigurationError
+from engine.executors.sizing import SCRATCH_BLOCKS, sized_by_share
 from engine.kernels.batch import AttentionBatch, SequenceSlice
 from engine.kernels.ops import select_ops
 from engine.models.device import usable_device
+from engine.models.device_memory import DeviceMemory, device_memory
 from engine.models.host_memory import HostMemory
-from engine.models.kv_cache import KVCache, plan_num_blocks, plan_num_slots
+from engine.models.kv_cache import KVCache, device_share, plan_num_blocks, plan_num_slots
 from engine.models.load import ServedModel, load_model
 from engine.models.resolve import resolve_model
 from engine.models.traits import fingerprint
@@ -65,8 +68,16 @@ class _Run:
 class ModelExecutor:
     """`engine.plan.Executor` over a model."""
 
-    def __init__(self, model: ServedModel, cache: KVCache, info: ExecutorInfo) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        cache: KVCache,
+        info: ExecutorInfo,
+        isolates_faults: bool = True,
+    ) -> None:
+        """With `isolates_faults` off, a step that fails raises instead of being tried in parts."""
         self._model = model
+        self._isolates_faults = isolates_faults
         self._cache = cache
         self._host = HostMemory(cache, info.num_slots)
         self._info = info
@@ -75,11 +86,18 @@ class ModelExecutor:
 
     @classmethod
     def load(
-        cls, config: EngineConfig, progress: Callable[[str], None] = lambda message: None
+        cls,
+        config: EngineConfig,
+        progress: Callable[[str], None] = lambda message: None,
+        memory: DeviceMemory | None = None,
     ) -> "ModelExecutor":
-        """Loads what `config` names. Raises `ModelRefused` or `ConfigurationError`."""
+        """Loads what `config` names; `memory` stands in for the device's own counters. Raises
+        `ModelRefused` or `ConfigurationError`."""
         torch.set_num_threads(config.threads or _usable_cores())
         device = usable_device(config.device)
+        share = device_share(config.cache, device)
+        if share is not None and memory is None:
+            memory = device_memory(device)
         folder = resolve_model(config.model, progress)
         model = load_model(folder, device, config.dtype, progress)
         traits = model.traits
@@ -89,27 +107,28 @@ class ModelExecutor:
                     f"max_model_len is {config.max_model_len}, and the model's own limit is "
                     f"{traits.max_model_len}"
                 )
-            num_blocks = plan_num_blocks(traits, config.cache, device)
-            num_slots = plan_num_slots(traits, config.cache)
-            cache = KVCache(traits, num_blocks, config.cache.block_size, device)
+            info = _described(config, folder, model)
+            if share is None or memory is None:
+                num_blocks = plan_num_blocks(traits, config.cache, device)
+                info = replace(info, num_blocks=num_blocks)
+            else:
+                progress("running the largest step, to see how much memory is left for KV")
+                scratch = cls._over_scratch(model, info)
+                sized = sized_by_share(scratch, config, share, memory)
+                info = replace(sized, num_slots=info.num_slots)
+                del scratch
+            cache = KVCache(traits, info.num_blocks, info.block_size, device)
         except BaseException:
             model.close()
             raise
-        info = ExecutorInfo(
-            model=config.model,
-            fingerprint=fingerprint(folder, traits),
-            vocab_size=traits.vocab_size,
-            max_model_len=traits.max_model_len,
-            num_blocks=num_blocks,
-            block_size=config.cache.block_size,
-            eos_token_ids=traits.eos_token_ids,
-            kv_bytes_per_token=traits.kv_bytes_per_token,
-            weight_bytes=model.weight_bytes,
-            device=str(device),
-            dtype=traits.dtype,
-            num_slots=num_slots,
-        )
         return cls(model, cache, info)
+
+    @classmethod
+    def _over_scratch(cls, model: ServedModel, info: ExecutorInfo) -> "ModelExecutor":
+        """For `sized_by_share`."""
+        info = replace(info, num_blocks=SCRATCH_BLOCKS, num_slots=0)
+        cache = KVCache(model.traits, info.num_blocks, info.block_size, model.device)
+        return cls(model, cache, info, isolates_faults=False)
 
     @property
     def info(self) -> ExecutorInfo:
@@ -124,6 +143,7 @@ class ModelExecutor:
         self._host.save(plan.saves)
         self._host.load(plan.loads)
         if plan.copies:
+            self._host.before_writes(block for _, block in plan.copies)
             self._cache.copy_blocks(plan.copies)
         for start in plan.starts:
             self._runs[start.run_id] = self._begin(start)
@@ -158,6 +178,7 @@ class ModelExecutor:
 
     def close(self) -> None:
         self._runs.clear()
+        self._host.close()
         self._model.close()
 
     def _begin(self, start: Start) -> _Run:
@@ -180,6 +201,8 @@ class ModelExecutor:
         try:
             return self._compute(slices)
         except Exception as error:
+            if not self._isolates_faults:
+                raise
             self._check_device()
             if len(slices) == 1:
                 _log.exception("run %d failed", slices[0].run_id)
@@ -208,6 +231,8 @@ class ModelExecutor:
                 rows.append(len(token_ids) - 1)
                 sampling.append((item.run_id, run.sampling))
         device = self._model.device
+        if self._host.is_saving:
+            self._host.before_writes(_written(parts, self._cache.block_size))
         batch = AttentionBatch.build(parts, self._cache.block_size, device)
         logits = self._model.forward(
             torch.tensor(token_ids, device=device),
@@ -225,6 +250,32 @@ class ModelExecutor:
         device = self._model.device
         if torch.ones(2, device=device).sum().item() != 2.0:
             raise RuntimeError(f"{device} no longer computes correctly")
+
+
+def _described(config: EngineConfig, folder: Path, model: ServedModel) -> ExecutorInfo:
+    """Without its blocks."""
+    traits = model.traits
+    return ExecutorInfo(
+        model=config.model,
+        fingerprint=fingerprint(folder, traits),
+        vocab_size=traits.vocab_size,
+        max_model_len=traits.max_model_len,
+        num_blocks=0,
+        block_size=config.cache.block_size,
+        eos_token_ids=traits.eos_token_ids,
+        kv_bytes_per_token=traits.kv_bytes_per_token,
+        weight_bytes=model.weight_bytes,
+        device=str(model.device),
+        dtype=traits.dtype,
+        num_slots=plan_num_slots(traits, config.cache),
+    )
+
+
+def _written(parts: Sequence[SequenceSlice], block_size: int) -> Iterator[int]:
+    """Blocks that a step puts KV into."""
+    for part in parts:
+        first, end = part.start // block_size, -(-(part.start + part.length) // block_size)
+        yield from part.block_ids[first:end].tolist()
 
 
 def _usable_cores() -> int:

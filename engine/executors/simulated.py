@@ -97,7 +97,7 @@ class SimulatedExecutor:
         size = config.cache.block_size
         num_blocks = config.cache.num_blocks
         if num_blocks is None:
-            num_blocks = max(1, config.cache.memory_bytes // (size * _KV_BYTES_PER_TOKEN))
+            num_blocks = max(1, config.cache.kv_bytes // (size * _KV_BYTES_PER_TOKEN))
         num_slots = config.cache.slot_bytes // (size * _KV_BYTES_PER_TOKEN)
         self._slots = [_EMPTY] * (num_blocks * size)
         # As large as it says that KV is; of each token's the first eight bytes are used.

@@ -4,6 +4,7 @@ Invariant: no weight is read. With an index, the files are those that it names, 
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,15 @@ def read_shapes(folder: Path) -> dict[Path, dict[str, Shape]]:
 def open_safetensors(path: Path) -> Any:
     """A context manager over one file; it checks that the file is as long as its header says."""
     return safe_open(str(path), framework="pt")
+
+
+def stored_bytes(paths: Iterable[Path]) -> int:
+    """Of all tensors as the files hold them: what follows each header, whose length the first 8
+    bytes give (https://github.com/huggingface/safetensors#format). The files have been read by
+    `read_shapes`."""
+    total = 0
+    for path in paths:
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+        total += path.stat().st_size - 8 - header
+    return total

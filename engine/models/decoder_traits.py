@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from engine.models.quantisation import quantised_by
 from engine.models.traits import ModelTraits
 
 
@@ -144,6 +145,8 @@ class DecoderTraits:
 
 def read_decoder_traits(config: Any, traits: ModelTraits) -> DecoderTraits:
     """The traits of a `transformers` text config. Raises `NotFused`."""
+    if (method := quantised_by(config)) is not None:
+        raise NotFused(f"quantised ({method}), which the quantisers of transformers load")
     family = _FAMILIES.get(traits.model_type)
     if family is None:
         raise NotFused(f"model type {traits.model_type!r} is not one that it knows")

@@ -75,10 +75,23 @@ class FusedDecoder:
         traits, decoder = record.traits, record.decoder
         progress(f"loading {traits.num_layers} layers in {traits.dtype} on {device}")
         weights = read_weights(folder, traits, decoder, device, progress)
+        return cls.over_weights(traits, decoder, weights, device, progress), weights
+
+    @classmethod
+    def over_weights(
+        cls,
+        traits: ModelTraits,
+        decoder: DecoderTraits,
+        weights: MergedWeights,
+        device: torch.device,
+        progress: Callable[[str], None] = lambda message: None,
+    ) -> "FusedDecoder":
+        """Over weights that are on `device`, with its fastest back end; not compared with anything
+        yet."""
         tensors = _with_norm_offset(weights, decoder)
         native = try_native_decoder(traits, decoder, tensors, device, progress)
         backend = native or OpDecoder(traits, decoder, tensors, select_ops(device))
-        return cls(traits, decoder, backend, device, weights.num_bytes), weights
+        return cls(traits, decoder, backend, device, weights.num_bytes)
 
     def forward(
         self,

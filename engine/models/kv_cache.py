@@ -3,7 +3,8 @@
 Invariant: block ``i`` is block ``i`` in every layer, so one block table serves them all.
 
 Sizing: ``num_blocks = memory_bytes // block_bytes`` with ``block_bytes = block_size *
-kv_bytes_per_token``, and ``memory_bytes = num_blocks * block_bytes`` the other way round.
+kv_bytes_per_token``, and ``memory_bytes = num_blocks * block_bytes`` the other way round. Where a
+share of the device is asked for, `device_memory` says what the memory is.
 """
 
 import os
@@ -16,6 +17,9 @@ from engine.errors import ConfigurationError
 from engine.kernels.memory import advise_huge_pages
 from engine.kernels.ops import select_ops
 from engine.models.traits import ModelTraits
+
+# The rest is for what comes later: other processes, graphs, fragments.
+_GPU_SHARE = 0.9
 
 
 class KVCache:
@@ -48,6 +52,15 @@ class KVCache:
             self._ops.copy_blocks(self.storage, copies)
 
 
+def device_share(cache: CacheConfig, device: torch.device) -> float | None:
+    """Share of `device` that decides on the number of blocks; none: it is given."""
+    if cache.num_blocks is not None or cache.memory_bytes is not None:
+        return None
+    if cache.memory_fraction is None and device.type == "cuda":
+        return _GPU_SHARE
+    return cache.memory_fraction
+
+
 def plan_num_blocks(traits: ModelTraits, cache: CacheConfig, device: torch.device) -> int:
     """How many blocks to allocate. Raises `ConfigurationError`, with both figures, when not even
     one fits the configured memory, or all of them don't fit the device's."""
@@ -55,10 +68,10 @@ def plan_num_blocks(traits: ModelTraits, cache: CacheConfig, device: torch.devic
     if cache.num_blocks is not None:
         num_blocks = cache.num_blocks
     else:
-        num_blocks = cache.memory_bytes // block_bytes
+        num_blocks = cache.kv_bytes // block_bytes
         if num_blocks < 1:
             raise ConfigurationError(
-                f"cache.memory_bytes is {cache.memory_bytes}, less than one KV block of this "
+                f"cache.memory_bytes is {cache.kv_bytes}, less than one KV block of this "
                 f"model: {cache.block_size} tokens take {block_bytes} bytes"
             )
     available = available_bytes(device)

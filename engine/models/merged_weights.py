@@ -96,6 +96,21 @@ def read_weights(
     return places.merged()
 
 
+def random_weights(
+    traits: ModelTraits, decoder: DecoderTraits, device: torch.device, seed: int = 0
+) -> MergedWeights:
+    """Weights without a checkpoint, made on `device`, for measurements; no biases. Matrices are
+    scaled so that activations stay near one, norms are one."""
+    source = torch.Generator(device).manual_seed(seed)
+    weights = _places(traits, decoder, set(), device).merged()
+    for tensor in weights.tensors.values():
+        if tensor.dim() == 1:
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(0.0, tensor.shape[-1] ** -0.5, generator=source)
+    return weights
+
+
 def count_bytes(
     files: Mapping[Path, Mapping[str, Shape]], traits: ModelTraits, decoder: DecoderTraits
 ) -> int:

@@ -32,9 +32,6 @@ def load_config(folder: Path) -> Any:
                 "which is never run"
             )
         raise ModelRefused(f"transformers does not know the model type {model_type!r}")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ModelRefused(f"quantised checkpoints are not supported yet (method: {method})")
     try:
         # A native type with an auto_map is loaded by transformers' own class.
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)

@@ -6,6 +6,7 @@ the order of additions inside matrix products.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine.kernels.ops import select_ops
 from engine.models.kv_cache import KVCache
 from engine.models.paged_hook import PagedAttentionHook
 from engine.models.probe import verify_model
+from engine.models.quantisation import plan_quantisation
 from engine.models.support import causal_lm_class, load_config
 from engine.models.traits import ModelTraits, read_traits
 
@@ -45,15 +47,27 @@ class TransformersModel:
         config = load_config(folder)
         model_class = causal_lm_class(config)
         traits = read_traits(config, folder, dtype)
+        quantised = plan_quantisation(config, device, traits.dtype)
+        if quantised is not None:
+            traits = replace(traits, dtype=quantised.dtype)
+            config = quantised.loading_config(config)
+            progress(str(quantised))
         progress(f"loading {traits.num_layers} layers in {traits.dtype} on {device}")
-        module = _load_module(model_class, folder, traits, device)
+        is_mapped = quantised is not None or device.type != "cpu"
+        module = _load_module(model_class, config, folder, traits, device if is_mapped else None)
+        if quantised is not None and quantised.reason_unpacked is not None:
+            _unify_unpacked(module, getattr(torch, traits.dtype))
         model = cls(module, traits, device)
         progress("comparing packed, paged attention with the model's own")
         try:
             with torch.inference_mode():
                 verify_model(model)
-        except BaseException:
+        except BaseException as error:
             model.close()
+            if quantised is not None and isinstance(error, RuntimeError | ImportError | OSError):
+                # Kernels of packed weights show only now whether they are there.
+                text = f"it is {quantised}, and does not run on {device}: {error}"
+                raise ModelRefused(text) from error
             raise
         return model
 
@@ -105,12 +119,15 @@ class TransformersModel:
         self._hook.close()
 
 
-def _load_module(model_class: Any, folder: Path, traits: ModelTraits, device: torch.device) -> Any:
+def _load_module(
+    model_class: Any, config: Any, folder: Path, traits: ModelTraits, device: torch.device | None
+) -> Any:
     # Straight to an accelerator, so that the weights are never whole in host memory.
-    placement = {} if device.type == "cpu" else {"device_map": {"": str(device)}}
+    placement = {} if device is None else {"device_map": {"": str(device)}}
     try:
         module, report = model_class.from_pretrained(
             folder,
+            config=config,
             dtype=getattr(torch, traits.dtype),
             attn_implementation="eager",
             use_safetensors=True,
@@ -126,3 +143,10 @@ def _load_module(model_class: Any, folder: Path, traits: ModelTraits, device: to
             f"the checkpoint lacks {len(missing)} tensors, among them {', '.join(missing[:3])}"
         )
     return module.eval().requires_grad_(False)
+
+
+def _unify_unpacked(module: Any, dtype: torch.dtype) -> None:
+    """Older versions of `transformers` unpack to bfloat16 whatever dtype they are asked for."""
+    for parameter in module.parameters():
+        if parameter.dtype == torch.bfloat16 != dtype:
+            parameter.data = parameter.data.to(dtype)

@@ -88,7 +88,7 @@ def test_a_tensor_without_a_place_is_named(tmp_path):
     ("changes", "reason"),
     [
         ({"model_type": "none-of-ours"}, "does not know the model type"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "method: gptq"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "(GPTQ), which needs"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "only causal language models"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
     ],
@@ -120,7 +120,7 @@ def test_why_it_is_not_native(monkeypatch):
 
 
 def test_tokens_that_fit_are_whole_blocks_beside_the_weights():
-    need = Need("llama", "bfloat16", 1000, 10, 4096)
+    need = Need("llama", "bfloat16", 1000, 700, 10, 4096)
     assert need.tokens_in(1000 + 16 * 10 * 3 + 159, 16) == 48
     assert need.tokens_in(1000 + 159, 16) == 0
     assert need.tokens_in(10, 16) == 0

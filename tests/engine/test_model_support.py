@@ -94,7 +94,7 @@ def test_rope_types_that_do_not_depend_on_the_batch_pass(rope_type):
     [
         ({"model_type": "none-of-ours", "auto_map": {"AutoConfig": "x.Y"}}, "never run"),
         ({"model_type": "none-of-ours"}, "does not know the model type"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "method: gptq"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"GPTQ\), which needs"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "only causal language models"),
         ({"vocab_size": None}, "cannot load the checkpoint"),
     ],

@@ -1,0 +1,87 @@
+"""The paged engine against `generate` of transformers, in float32 on the same device.
+
+Invariant: prompts are chunked, batched and of odd lengths; the model is random, so that nothing but
+equal arithmetic gives equal tokens.
+"""
+
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu_check.drive import Driver
+from bench.gpu_check.parts import Result, Setting
+from bench.gpu_check.shapes import TINY, Shape
+from configs.engine import CacheConfig, EngineConfig, SchedulerConfig
+from engine.executors.model import ModelExecutor
+
+_SMALL = Shape(512, 1024, 4, 8, 2, 64, 4096, False)
+_LENGTHS = (1, 5, 16, 17, 33, 64, 100, 301)
+_CHUNKS = SchedulerConfig(max_num_batched_tokens=96, max_num_seqs=6, long_prefill_threshold=50)
+
+
+def check_greedy(setting: Setting) -> Result:
+    shape, num_tokens = (TINY, 8) if setting.is_tiny else (_SMALL, 64)
+    result = Result()
+    with tempfile.TemporaryDirectory() as folder:
+        setting.progress("  making a model")
+        module = save_random_model(shape, Path(folder))
+        source = random.Random(0)
+        prompts = [[source.randrange(shape.vocab_size) for _ in range(n)] for n in _LENGTHS]
+        setting.progress("  generate")
+        expected = [_generate(setting, module, prompt, num_tokens) for prompt in prompts]
+        setting.progress("  the engine")
+        executor = ModelExecutor.load(
+            EngineConfig(
+                model=folder,
+                device=str(setting.device),
+                dtype="float32",
+                cache=CacheConfig(num_blocks=256),
+            )
+        )
+        found = Driver(executor, _CHUNKS).greedy(prompts, num_tokens)
+        executor.close()
+    total = num_tokens * len(prompts)
+    pairs = [pair for both in zip(found, expected, strict=True) for pair in zip(*both, strict=True)]
+    equal = sum(one == other for one, other in pairs)
+    result.figures |= {"tokens": total, "tokens_equal": equal}
+    for prompt, one, other in zip(prompts, found, expected, strict=True):
+        if one != other:
+            place = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+            result.failures.append(
+                f"a prompt of {len(prompt)} tokens gives {one[place]} as token {place}, where "
+                f"generate gives {other[place]}"
+            )
+    return result
+
+
+def save_random_model(shape: Shape, folder: Path) -> Any:
+    """A checkpoint in float32 with weights large enough for attention to matter; and its module."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(shape.config(), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 1.4 * parameter.shape[-1] ** -0.5)
+    module.save_pretrained(folder)
+    return module.eval()
+
+
+def _generate(setting: Setting, module: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    module.to(setting.device)
+    ids = torch.tensor([prompt], device=setting.device)
+    output = module.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
