@@ -1,7 +1,8 @@
 """One decoder for the architectures that `decoder_traits` describes, over merged weights.
 
 Invariant: it serves only what it has been compared with: at load a packed, paged run is held
-against the `transformers` module of the same checkpoint, which reads the same memory.
+against the `transformers` module of the same checkpoint. Of several ranks all take part in the run,
+and the first compares.
 """
 
 from collections.abc import Callable
@@ -10,14 +11,17 @@ from typing import Any
 
 import torch
 
+from engine.collectives import SINGLE, Collectives
 from engine.errors import ModelRefused
 from engine.kernels.batch import AttentionBatch
 from engine.models.decoder_traits import DecoderTraits, NotFused, read_decoder_traits
 from engine.models.kv_cache import KVCache
-from engine.models.merged_weights import MergedWeights, read_weights
+from engine.models.merged_weights import MergedWeights, WholeTensors, read_weights
 from engine.models.native_decoder import NativeDecoder, try_native_decoder
-from engine.models.probe import verify_model
+from engine.models.oracle import oracle_from, oracle_over
+from engine.models.probe import take_part, verify_model
 from engine.models.reference_decoder import Angles, ReferenceDecoder
+from engine.models.sharding import Shard, shard_traits
 from engine.models.support import causal_lm_class, load_config
 from engine.models.traits import ModelTraits, read_traits
 
@@ -47,28 +51,40 @@ class FusedDecoder:
         device: torch.device,
         dtype: str = "auto",
         progress: Callable[[str], None] = lambda message: None,
+        collectives: Collectives = SINGLE,
     ) -> "FusedDecoder":
-        """Loads the checkpoint in `folder`. Raises `NotFused` where another model class has to, and
-        `ModelRefused` where none can."""
+        """Loads the checkpoint in `folder`, of several ranks each its own part, and connects them.
+        Raises `NotFused` where another model class has to, and `ModelRefused` where none can."""
         config = load_config(folder)
         model_class = causal_lm_class(config)
-        traits = read_traits(config, folder, dtype)
-        decoder = read_decoder_traits(config, traits)
+        whole = read_traits(config, folder, dtype)
+        decoder = read_decoder_traits(config, whole)
+        shard = collectives.shard
+        traits = shard_traits(whole, decoder, shard.count)
         progress(f"loading {traits.num_layers} layers in {traits.dtype} on {device}")
-        weights = read_weights(folder, traits, decoder, device, progress)
-        tensors = _with_norm_offset(weights, decoder)
-        backend = try_native_decoder(traits, decoder, tensors, device, progress)
+        weights = read_weights(folder, whole, decoder, device, progress, shard)
+        tensors = _with_own_head(_with_norm_offset(weights, decoder), shard)
+        backend = None
+        if shard.count == 1:
+            backend = try_native_decoder(traits, decoder, tensors, device, progress)
         model = cls(
             traits,
             decoder,
-            backend or ReferenceDecoder(traits, decoder, tensors),
+            backend or ReferenceDecoder(traits, decoder, tensors, collectives),
             device,
             weights.num_bytes,
         )
         progress("comparing packed, paged attention with the model's own")
+        oracle = None
+        if shard.count == 1:
+            oracle = oracle_over(weights, model_class, config)
+        elif shard.rank == 0:
+            of_whole = WholeTensors(folder, whole, decoder, device)
+            oracle = oracle_from(of_whole, model_class, config)
+        collectives.connect(device)
         with torch.inference_mode():
             try:
-                verify_model(_Comparison(model, _oracle(model_class, config, weights)))
+                (verify_model if shard.rank == 0 else take_part)(_Comparison(model, oracle))
             except ModelRefused as error:
                 raise NotFused(str(error)) from error
         return model
@@ -122,14 +138,10 @@ def _with_norm_offset(weights: MergedWeights, decoder: DecoderTraits) -> dict[st
     }
 
 
-def _oracle(model_class: Any, config: Any, weights: MergedWeights) -> Any:
-    """The `transformers` module over views of the same weights: it takes no memory of its own."""
-    from accelerate import init_empty_weights
-
-    with init_empty_weights(include_buffers=False):
-        module = model_class._from_config(config, attn_implementation="eager")
-    module.load_state_dict(weights.views, strict=False, assign=True)
-    module.tie_weights()
-    if left := [name for name, tensor in module.named_parameters() if tensor.is_meta]:
-        raise NotFused(f"the model's own class has weights that it does not know: {left[0]}")
-    return module.to(weights.tensors["embedding"].device).eval().requires_grad_(False)
+def _with_own_head(tensors: dict[str, torch.Tensor], shard: Shard) -> dict[str, torch.Tensor]:
+    """Of several ranks each has a head for its part of the vocabulary; where it is tied, that is a
+    part of the embedding."""
+    if shard.count == 1 or "head" in tensors:
+        return tensors
+    rows = shard.part(len(tensors["embedding"]))
+    return {**tensors, "head": tensors["embedding"][rows.start : rows.stop]}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from engine.collectives import SINGLE, Collectives
 from engine.kernels.batch import AttentionBatch
 from engine.kernels.reference import AttentionOptions, paged_attention, row_max, write_kv
 from engine.models.decoder_traits import DecoderTraits, ExpertTraits
@@ -41,14 +42,20 @@ def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
 
 
 class ReferenceDecoder:
-    """See `MergedWeights` for the names of its tensors. Norm weights come with their offset."""
+    """See `MergedWeights` for the names of its tensors. Norm weights come with their offset. With
+    several ranks `traits` and `tensors` are this rank's part."""
 
     def __init__(
-        self, traits: ModelTraits, decoder: DecoderTraits, tensors: dict[str, torch.Tensor]
+        self,
+        traits: ModelTraits,
+        decoder: DecoderTraits,
+        tensors: dict[str, torch.Tensor],
+        collectives: Collectives = SINGLE,
     ) -> None:
         self._traits = traits
         self._decoder = decoder
         self._tensors = tensors
+        self._collectives = collectives
         self._dtype = getattr(torch, traits.dtype)
 
     def forward(
@@ -68,6 +75,7 @@ class ReferenceDecoder:
             hidden = hidden + self._mlp(hidden, layer)
         final = self._normed(hidden[rows], "final_norm")
         logits = F.linear(final, tensors.get("head", tensors["embedding"])).float()
+        logits = self._collectives.all_gather(logits, self._traits.vocab_size)
         if decoder.final_softcap is not None:
             logits = torch.tanh(logits / decoder.final_softcap) * decoder.final_softcap
         return logits
@@ -113,6 +121,7 @@ class ReferenceDecoder:
         output = F.linear(
             context.flatten(1), tensors[f"{layer}.output"], tensors.get(f"{layer}.output_bias")
         )
+        output = self._collectives.all_reduce(output)
         return self._normed_output(output, f"{layer}.attention_output_norm")
 
     def _head_norm(self, heads: torch.Tensor, name: str) -> torch.Tensor:
@@ -133,6 +142,7 @@ class ReferenceDecoder:
             activated = self._gated(x, tensors[f"{layer}.gate_up"])
             bias = tensors.get(f"{layer}.down_bias")
             output = F.linear(activated, tensors[f"{layer}.down"], bias)
+        output = self._collectives.all_reduce(output)
         return self._normed_output(output, f"{layer}.mlp_output_norm")
 
     def _gated(self, x: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
