@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from configs.engine import EngineConfig
+from engine.collectives import SINGLE, Collectives
 from engine.errors import ConfigurationError
 from engine.kernels.batch import AttentionBatch, SequenceSlice
 from engine.models.device import usable_device
@@ -64,23 +65,33 @@ class _Run:
 class ModelExecutor:
     """`engine.plan.Executor` over a model."""
 
-    def __init__(self, model: ServedModel, cache: KVCache, info: ExecutorInfo) -> None:
+    def __init__(
+        self, model: ServedModel, cache: KVCache, info: ExecutorInfo, can_isolate: bool = True
+    ) -> None:
+        """`can_isolate`: a step that raises may be tried again, run by run. One of several ranks
+        may not: the others would not know."""
         self._model = model
         self._cache = cache
         self._host = HostMemory(cache, info.num_slots)
         self._info = info
+        self._can_isolate = can_isolate
         self._sampler = Sampler(info.eos_token_ids, model.row_max)
         self._runs: dict[int, _Run] = {}
 
     @classmethod
     def load(
-        cls, config: EngineConfig, progress: Callable[[str], None] = lambda message: None
+        cls,
+        config: EngineConfig,
+        progress: Callable[[str], None] = lambda message: None,
+        collectives: Collectives = SINGLE,
     ) -> "ModelExecutor":
-        """Loads what `config` names. Raises `ModelRefused` or `ConfigurationError`."""
-        torch.set_num_threads(config.threads or _usable_cores())
-        device = usable_device(config.device)
+        """Loads what `config` names, or this rank's part of it. Raises `ModelRefused` or
+        `ConfigurationError`."""
+        shard = collectives.shard
+        torch.set_num_threads(max(1, (config.threads or _usable_cores()) // shard.count))
+        device = usable_device(config.device, shard)
         folder = resolve_model(config.model, progress)
-        model = load_model(folder, device, config.dtype, progress)
+        model = load_model(folder, device, config.dtype, progress, collectives)
         traits = model.traits
         try:
             if config.max_model_len is not None and config.max_model_len > traits.max_model_len:
@@ -108,7 +119,7 @@ class ModelExecutor:
             dtype=traits.dtype,
             num_slots=num_slots,
         )
-        return cls(model, cache, info)
+        return cls(model, cache, info, can_isolate=shard.count == 1)
 
     @property
     def info(self) -> ExecutorInfo:
@@ -152,6 +163,9 @@ class ModelExecutor:
             sampled[run_id] = draw
         return StepResult(plan.step, sampled, failures, time.perf_counter() - began)
 
+    def watch(self, on_lost: Callable[[Exception], None]) -> None:
+        """Nothing is lost between two steps."""
+
     def slot_memory(self, slot: int) -> memoryview:
         return self._host.memory(slot)
 
@@ -179,6 +193,8 @@ class ModelExecutor:
         try:
             return self._compute(slices)
         except Exception as error:
+            if not self._can_isolate:
+                raise
             self._check_device()
             if len(slices) == 1:
                 _log.exception("run %d failed", slices[0].run_id)
