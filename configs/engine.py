@@ -20,8 +20,8 @@ class CacheConfig(Section):
     block_size: int = restart(16, "Tokens in a KV block.", ge=1, le=256)
     memory_bytes: Annotated[ByteSize, Field(ge=1 << 20, le=1 << 44)] | None = restart(
         None,
-        "KV memory in bytes; the number of blocks follows from it. None given: 1 GiB, or on a GPU "
-        "what memory_fraction leaves.",
+        "KV memory in bytes, of each rank; the number of blocks follows from it. None given: 1 "
+        "GiB, or on a GPU what memory_fraction leaves.",
     )
     memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = restart(
         None,
@@ -44,8 +44,8 @@ class CacheConfig(Section):
     )
     host_memory_bytes: Annotated[ByteSize, Field(ge=0, le=1 << 46)] | None = restart(
         None,
-        "Host memory that keeps copies of cached blocks; 0: none; none given: 256 MiB beside a "
-        "disk_path, else 0.",
+        "Host memory of each rank that keeps copies of cached blocks; 0: none; none given: 256 MiB "
+        "beside a disk_path, else 0.",
     )
     disk_path: str | None = restart(
         None,
@@ -222,6 +222,13 @@ class EngineConfig(Section):
         "CPU threads of the engine; none: under `shoal serve` an equal share of the cores, on a "
         "cluster placement.num_cpus.",
     )
+    tensor_parallel_size: int = restart(
+        1,
+        "Ranks that compute every step together, on one node: each has a GPU of its own, or on a "
+        "CPU an equal share of `threads`.",
+        ge=1,
+        le=64,
+    )
     max_model_len: Annotated[int, Field(ge=1, le=1 << 30)] | None = restart(
         None, "Longest prompt plus output; none: what the model and the KV memory allow."
     )
@@ -237,6 +244,17 @@ class EngineConfig(Section):
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     transport: TransportConfig = Field(default_factory=TransportConfig)
     simulation: SimulationConfig = Field(default_factory=SimulationConfig)
+
+    @model_validator(mode="after")
+    def _ranks_hold_parts_of_a_model(self) -> Self:
+        if self.tensor_parallel_size > 1 and self.executor == "simulated":
+            raise ValueError("tensor_parallel_size above 1 needs executor: model, not simulated")
+        if self.tensor_parallel_size > 1 and self.cache.disk_path is not None:
+            raise ValueError(
+                "tensor_parallel_size above 1 and cache.disk_path exclude each other: every rank "
+                "has its own part of a block"
+            )
+        return self
 
     def with_secret(self, path: str | None) -> Self:
         """This engine with the cluster's secret file, unless it names one of its own."""

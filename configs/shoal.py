@@ -31,11 +31,15 @@ class PlacementConfig(Section):
     """Where one replica of a model runs: the resources and the node of its engine."""
 
     num_gpus: float = restart(
-        0.0, "GPUs of one engine, a fraction or a whole number; 0: a CPU replica.", ge=0, le=64
+        0.0,
+        "GPUs of one engine: a fraction, or `engine.tensor_parallel_size`; 0: a CPU replica.",
+        ge=0,
+        le=64,
     )
     num_cpus: float = restart(
         1.0,
-        "CPUs that Ray sets aside for one engine; `engine.threads` says how many it uses.",
+        "CPUs that Ray sets aside for one engine, of several ranks one or more for each; "
+        "`engine.threads` says how many it uses.",
         ge=0,
         le=4096,
     )
@@ -142,6 +146,18 @@ class ModelConfig(Section):
         if most is not None and most < self.replicas:
             message = f"max_replicas is less than replicas, which is {self.replicas}"
             raise _error(message, most, "autoscaling", "max_replicas")
+        return self
+
+    @model_validator(mode="after")
+    def _check_ranks(self) -> Self:
+        ranks, placement = self.engine.tensor_parallel_size, self.placement
+        takes_gpus = placement.num_gpus > (0 if ranks > 1 else 1)
+        if takes_gpus and placement.num_gpus != ranks:
+            message = f"num_gpus must be engine.tensor_parallel_size, which is {ranks}"
+            raise _error(message, placement.num_gpus, "placement", "num_gpus")
+        if ranks > 1 and placement.num_cpus < ranks:
+            message = f"num_cpus is less than one for each of engine.tensor_parallel_size, {ranks}"
+            raise _error(message, placement.num_cpus, "placement", "num_cpus")
         return self
 
 

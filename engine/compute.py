@@ -59,15 +59,20 @@ class ComputeThread:
         self._plans.put(plan)
 
     def take(self) -> Step | None:
-        """The next step that has ended, if one has. Raises what the executor raised."""
+        """The next step that has ended, if one has. Raises what lost the executor."""
         try:
             step = self._ended.get_nowait()
         except queue.Empty:
             return None
-        self.num_open -= 1
         if isinstance(step, BaseException):
             raise step
+        self.num_open -= 1
         return step
+
+    def lose(self, error: BaseException) -> None:
+        """The executor is lost: `take` raises `error`. May be called from any thread."""
+        self._ended.put(error)
+        self._on_done()
 
     def stop(self, timeout_s: float) -> None:
         """Lets the running step end, at most `timeout_s` long."""

@@ -77,6 +77,7 @@ class EngineCore:
         )
         self._stream = StreamLog(self.incarnation, config.transport.replay_frames)
         self._compute = ComputeThread(executor, self._transport.wake)
+        executor.watch(self._compute.lose)
         self._meter = LoadMeter()
         self._reporter = LoadReporter(
             self._scheduler, self._meter, config.transport.load_report_interval_s

@@ -38,3 +38,8 @@ class EngineDied(EngineLost):
 class EngineSilent(EngineDied):
     """Nothing has been heard of it for longer than its lease. It may have been gone for all that
     time: what it had not accepted is not the cause."""
+
+
+class RankLost(ShoalError):
+    """A rank of a tensor-parallel engine has failed, ended, or gone astray; the engine is lost with
+    it."""

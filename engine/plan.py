@@ -7,7 +7,7 @@ A *run* is one stay of a request with the executor, from `Start` to `ended`. A r
 preempted and resumed comes back under a new run id, with everything it has produced so far.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -129,6 +129,11 @@ class Executor(Protocol):
         """Runs one step. A fault that one run causes ends up in `StepResult.failures` and leaves
         the others as if it had not been there; an exception means that the device or the
         executor's own state is lost, and the engine with it."""
+        ...
+
+    def watch(self, on_lost: Callable[[Exception], None]) -> None:
+        """Called once, before the first plan. If the executor is lost between two plans, `on_lost`
+        is called with the reason, from any thread."""
         ...
 
     def slot_memory(self, slot: int) -> memoryview:

@@ -29,6 +29,10 @@ def load_executor(config: EngineConfig, progress: Callable[[str], None]) -> Exec
 
         return SimulatedExecutor(config)
     progress("torch")
+    if config.tensor_parallel_size > 1:
+        from engine.executors.parallel import ParallelExecutor
+
+        return ParallelExecutor.load(config, progress)
     from engine.executors.model import ModelExecutor
 
     return ModelExecutor.load(config, progress)
@@ -36,7 +40,12 @@ def load_executor(config: EngineConfig, progress: Callable[[str], None]) -> Exec
 
 def build_core(config: EngineConfig, progress: Callable[[str], None]) -> EngineCore:
     """Loads the executor and binds the sockets; `progress` is told of each phase as it begins."""
-    core = EngineCore(config, load_executor(config, progress))
+    executor = load_executor(config, progress)
+    try:
+        core = EngineCore(config, executor)
+    except BaseException:
+        executor.close()
+        raise
     # A collection need not walk what stays for ever: it would stand between two steps.
     gc.collect()
     gc.freeze()

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from configs.engine import EngineConfig
+from engine.collectives import SINGLE, Collectives
 from engine.errors import ConfigurationError
 from engine.executors.sizing import SCRATCH_BLOCKS, sized_by_share
 from engine.kernels.batch import AttentionBatch, SequenceSlice
@@ -75,7 +76,8 @@ class ModelExecutor:
         info: ExecutorInfo,
         isolates_faults: bool = True,
     ) -> None:
-        """With `isolates_faults` off, a step that fails raises instead of being tried in parts."""
+        """With `isolates_faults` off, a step that fails raises instead of being tried run by run:
+        one of several ranks may not do that, since the others would not know."""
         self._model = model
         self._isolates_faults = isolates_faults
         self._cache = cache
@@ -90,16 +92,18 @@ class ModelExecutor:
         config: EngineConfig,
         progress: Callable[[str], None] = lambda message: None,
         memory: DeviceMemory | None = None,
+        collectives: Collectives = SINGLE,
     ) -> "ModelExecutor":
-        """Loads what `config` names; `memory` stands in for the device's own counters. Raises
-        `ModelRefused` or `ConfigurationError`."""
-        torch.set_num_threads(config.threads or _usable_cores())
-        device = usable_device(config.device)
+        """Loads what `config` names, or this rank's part of it; `memory` stands in for the device's
+        own counters. Raises `ModelRefused` or `ConfigurationError`."""
+        shard = collectives.shard
+        torch.set_num_threads(max(1, (config.threads or _usable_cores()) // shard.count))
+        device = usable_device(config.device, shard)
         share = device_share(config.cache, device)
         if share is not None and memory is None:
             memory = device_memory(device)
         folder = resolve_model(config.model, progress)
-        model = load_model(folder, device, config.dtype, progress)
+        model = load_model(folder, device, config.dtype, progress, collectives)
         traits = model.traits
         try:
             if config.max_model_len is not None and config.max_model_len > traits.max_model_len:
@@ -115,13 +119,15 @@ class ModelExecutor:
                 progress("running the largest step, to see how much memory is left for KV")
                 scratch = cls._over_scratch(model, info)
                 sized = sized_by_share(scratch, config, share, memory)
-                info = replace(sized, num_slots=info.num_slots)
+                # A block is a block on every rank.
+                num_blocks = collectives.least(sized.num_blocks)
+                info = replace(sized, num_blocks=num_blocks, num_slots=info.num_slots)
                 del scratch
             cache = KVCache(traits, info.num_blocks, info.block_size, device)
         except BaseException:
             model.close()
             raise
-        return cls(model, cache, info)
+        return cls(model, cache, info, isolates_faults=shard.count == 1)
 
     @classmethod
     def _over_scratch(cls, model: ServedModel, info: ExecutorInfo) -> "ModelExecutor":
@@ -172,6 +178,9 @@ class ModelExecutor:
                 run.sampling.append(token_id)
             sampled[run_id] = draw
         return StepResult(plan.step, sampled, failures, time.perf_counter() - began)
+
+    def watch(self, on_lost: Callable[[Exception], None]) -> None:
+        """Nothing is lost between two steps."""
 
     def slot_memory(self, slot: int) -> memoryview:
         return self._host.memory(slot)

@@ -160,6 +160,9 @@ class SimulatedExecutor:
                 source * size : (source + 1) * size
             ]
 
+    def watch(self, on_lost: Callable[[Exception], None]) -> None:
+        """Nothing is lost between two steps."""
+
     def slot_memory(self, slot: int) -> memoryview:
         memory: memoryview = self._host[slot].reshape(-1).view(np.uint8).data
         return memory

@@ -1,7 +1,8 @@
 """One decoder for the architectures that `decoder_traits` describes, over merged weights.
 
 Invariant: it serves only what it has been compared with: at the first load a packed, paged run is
-held against the `transformers` module of the same checkpoint, which reads the same memory.
+held against the `transformers` module of the same checkpoint. Of several ranks all take part in the
+run, at every load, and the first compares.
 """
 
 from collections.abc import Callable
@@ -10,16 +11,18 @@ from typing import Any
 
 import torch
 
+from engine.collectives import SINGLE, Collectives
 from engine.errors import ModelRefused
 from engine.kernels.batch import Angles, AttentionBatch
 from engine.kernels.ops import select_ops
 from engine.models.decoder_traits import DecoderTraits, NotFused, read_decoder_traits
 from engine.models.kv_cache import KVCache
-from engine.models.merged_weights import MergedWeights, read_weights
+from engine.models.merged_weights import MergedWeights, WholeTensors, read_weights
 from engine.models.native_decoder import NativeDecoder, try_native_decoder
 from engine.models.op_decoder import OpDecoder
-from engine.models.probe import verify_model
+from engine.models.probe import take_part, verify_model
 from engine.models.records import Record, find_record, keep_record
+from engine.models.sharding import Shard, shard_traits
 from engine.models.support import causal_lm_class, load_config
 from engine.models.traits import ModelTraits, read_traits
 
@@ -49,33 +52,55 @@ class FusedDecoder:
         device: torch.device,
         dtype: str = "auto",
         progress: Callable[[str], None] = lambda message: None,
+        collectives: Collectives = SINGLE,
     ) -> "FusedDecoder":
-        """Loads the checkpoint in `folder`. Raises `NotFused` where another model class has to, and
-        `ModelRefused` where none can."""
-        if (record := find_record(folder, dtype, device)) is not None:
-            return cls._assemble(record, folder, device, progress)[0]
+        """Loads the checkpoint in `folder`, of several ranks each its own part, and connects them.
+        Raises `NotFused` where another model class has to, and `ModelRefused` where none can."""
+        is_alone = collectives.shard.count == 1
+        if is_alone and (record := find_record(folder, dtype, device)) is not None:
+            return cls._assemble(record, folder, device, progress, SINGLE)[0]
         config = load_config(folder)
         model_class = causal_lm_class(config)
         traits = read_traits(config, folder, dtype)
         record = Record(traits, read_decoder_traits(config, traits))
-        model, weights = cls._assemble(record, folder, device, progress)
+        model, weights = cls._assemble(record, folder, device, progress, collectives)
         progress("comparing packed, paged attention with the model's own")
+        # Not before it is needed: what it imports takes longer than all else of a start.
+        from engine.models.oracle import oracle_from, oracle_over
+
+        oracle = None
+        if is_alone:
+            oracle = oracle_over(weights, model_class, config)
+        elif collectives.shard.rank == 0:
+            of_whole = WholeTensors(folder, traits, record.decoder, device)
+            oracle = oracle_from(of_whole, model_class, config)
+        collectives.connect(device)
+        verify = verify_model if collectives.shard.rank == 0 else take_part
         with torch.inference_mode():
             try:
-                verify_model(_Comparison(model, _oracle(model_class, config, weights)))
+                verify(_Comparison(model, oracle))
             except ModelRefused as error:
                 raise NotFused(str(error)) from error
-        keep_record(record, folder, dtype, device)
+        if is_alone:
+            keep_record(record, folder, dtype, device)
         return model
 
     @classmethod
     def _assemble(
-        cls, record: Record, folder: Path, device: torch.device, progress: Callable[[str], None]
+        cls,
+        record: Record,
+        folder: Path,
+        device: torch.device,
+        progress: Callable[[str], None],
+        collectives: Collectives,
     ) -> tuple["FusedDecoder", MergedWeights]:
-        traits, decoder = record.traits, record.decoder
+        """`record` is of the whole model."""
+        shard, decoder = collectives.shard, record.decoder
+        traits = shard_traits(record.traits, decoder, shard.count)
         progress(f"loading {traits.num_layers} layers in {traits.dtype} on {device}")
-        weights = read_weights(folder, traits, decoder, device, progress)
-        return cls.over_weights(traits, decoder, weights, device, progress), weights
+        weights = read_weights(folder, record.traits, decoder, device, progress, shard)
+        model = cls.over_weights(traits, decoder, weights, device, progress, collectives)
+        return model, weights
 
     @classmethod
     def over_weights(
@@ -85,13 +110,17 @@ class FusedDecoder:
         weights: MergedWeights,
         device: torch.device,
         progress: Callable[[str], None] = lambda message: None,
+        collectives: Collectives = SINGLE,
     ) -> "FusedDecoder":
         """Over weights that are on `device`, with its fastest back end; not compared with anything
-        yet."""
-        tensors = _with_norm_offset(weights, decoder)
-        native = try_native_decoder(traits, decoder, tensors, device, progress)
-        backend = native or OpDecoder(traits, decoder, tensors, select_ops(device))
-        return cls(traits, decoder, backend, device, weights.num_bytes)
+        yet. Of several ranks, `traits` and `weights` are this one's part."""
+        shard = collectives.shard
+        tensors = _with_own_head(_with_norm_offset(weights, decoder), shard)
+        native = None
+        if shard.count == 1:
+            native = try_native_decoder(traits, decoder, tensors, device, progress)
+        ops = OpDecoder(traits, decoder, tensors, select_ops(device), collectives)
+        return cls(traits, decoder, native or ops, device, weights.num_bytes)
 
     def forward(
         self,
@@ -142,14 +171,10 @@ def _with_norm_offset(weights: MergedWeights, decoder: DecoderTraits) -> dict[st
     }
 
 
-def _oracle(model_class: Any, config: Any, weights: MergedWeights) -> Any:
-    """The `transformers` module over views of the same weights: it takes no memory of its own."""
-    from accelerate import init_empty_weights
-
-    with init_empty_weights(include_buffers=False):
-        module = model_class._from_config(config, attn_implementation="eager")
-    module.load_state_dict(weights.views, strict=False, assign=True)
-    module.tie_weights()
-    if left := [name for name, tensor in module.named_parameters() if tensor.is_meta]:
-        raise NotFused(f"the model's own class has weights that it does not know: {left[0]}")
-    return module.to(weights.tensors["embedding"].device).eval().requires_grad_(False)
+def _with_own_head(tensors: dict[str, torch.Tensor], shard: Shard) -> dict[str, torch.Tensor]:
+    """Of several ranks each has a head for its part of the vocabulary; where it is tied, that is a
+    part of the embedding."""
+    if shard.count == 1 or "head" in tensors:
+        return tensors
+    rows = shard.part(len(tensors["embedding"]))
+    return {**tensors, "head": tensors["embedding"][rows.start : rows.stop]}

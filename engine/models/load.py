@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from engine.collectives import SINGLE, Collectives
+from engine.errors import ModelRefused
 from engine.models.decoder_traits import NotFused
 from engine.models.fused_decoder import FusedDecoder
 from engine.models.probe import PagedModel
@@ -33,11 +35,18 @@ def load_model(
     device: torch.device,
     dtype: str = "auto",
     progress: Callable[[str], None] = lambda message: None,
+    collectives: Collectives = SINGLE,
 ) -> ServedModel:
-    """Raises `ModelRefused` for a checkpoint that cannot be served correctly."""
+    """The model, or this rank's part of it. Raises `ModelRefused` for a checkpoint that cannot be
+    served correctly, or not so."""
     try:
-        return FusedDecoder.load(folder, device, dtype, progress)
+        return FusedDecoder.load(folder, device, dtype, progress, collectives)
     except NotFused as reason:
+        if (count := collectives.shard.count) > 1:
+            raise ModelRefused(
+                f"tensor_parallel_size is {count}, and only what the fused decoder runs can be "
+                f"shared out, not this model: {reason}"
+            ) from reason
         _log.info("transformers runs this model, not the fused decoder: %s", reason)
     # Not before it is needed: its import takes longer than all else of a start.
     from engine.models.transformers_model import TransformersModel

@@ -8,6 +8,7 @@ the model's dtype, once. The native decoder rounds in the same places or later.
 import torch
 import torch.nn.functional as F
 
+from engine.collectives import SINGLE, Collectives
 from engine.kernels.batch import Angles, AttentionBatch
 from engine.kernels.ops import Ops
 from engine.kernels.reference import AttentionOptions
@@ -17,7 +18,8 @@ from engine.models.traits import ModelTraits
 
 
 class OpDecoder:
-    """See `MergedWeights` for the names of its tensors. Norm weights come with their offset."""
+    """See `MergedWeights` for the names of its tensors. Norm weights come with their offset. With
+    several ranks `traits` and `tensors` are this rank's part."""
 
     def __init__(
         self,
@@ -25,11 +27,13 @@ class OpDecoder:
         decoder: DecoderTraits,
         tensors: dict[str, torch.Tensor],
         ops: Ops,
+        collectives: Collectives = SINGLE,
     ) -> None:
         self._traits = traits
         self._decoder = decoder
         self._tensors = tensors
         self._ops = ops
+        self._collectives = collectives
         self._dtype = getattr(torch, traits.dtype)
         self._embedding_scale = torch.tensor(
             decoder.embedding_scale, dtype=self._dtype, device=tensors["embedding"].device
@@ -59,6 +63,7 @@ class OpDecoder:
             update = self._mlp(x, layer)
         final = self._add_norm(hidden[rows], update[rows], "final_norm")
         logits = F.linear(final, tensors.get("head", tensors["embedding"])).float()
+        logits = self._collectives.all_gather(logits, self._traits.vocab_size)
         if decoder.final_softcap is not None:
             logits = torch.tanh(logits / decoder.final_softcap) * decoder.final_softcap
         return logits
@@ -102,6 +107,7 @@ class OpDecoder:
         output = F.linear(
             context.flatten(1), tensors[f"{layer}.output"], tensors.get(f"{layer}.output_bias")
         )
+        output = self._collectives.all_reduce(output)
         return self._norm(output, f"{layer}.attention_output_norm")
 
     def _head_norm(self, heads: torch.Tensor, name: str) -> torch.Tensor:
@@ -118,6 +124,7 @@ class OpDecoder:
             output = F.linear(
                 activated, tensors[f"{layer}.down"], tensors.get(f"{layer}.down_bias")
             )
+        output = self._collectives.all_reduce(output)
         return self._norm(output, f"{layer}.mlp_output_norm")
 
     def _gated(self, x: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:

@@ -55,13 +55,31 @@ class Probed(PagedModel, Protocol):
 def verify_model(model: Probed) -> None:
     """Raises `ModelRefused` unless each layer called attention exactly once, and two sequences,
     packed, the longer in two chunks, have the logits that each has alone."""
+    sequences = _sequences(model)
+    found = _packed_logits(model, sequences)
+    expected = torch.cat([model.forward_alone(sequence) for sequence in sequences])
+    _compare(found.double(), expected.double(), model.traits)
+
+
+def take_part(model: Probed) -> None:
+    """What of `verify_model` every rank of a model computes with the one that compares."""
+    _packed_logits(model, _sequences(model))
+
+
+def _sequences(model: Probed) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids of the longer and of the shorter one."""
     traits, device = model.traits, model.device
     windows = [w for w in traits.sliding_windows if w is not None and w <= _LONGEST_WINDOW_PROBED]
     long = max([_LONG, *(window + 8 for window in windows)])
     long = min(long, traits.max_model_len)
     short = min(_SHORT, traits.max_model_len)
-    ids = [_probe_ids(long, 1, traits, device), _probe_ids(short, 2, traits, device)]
+    return _probe_ids(long, 1, traits, device), _probe_ids(short, 2, traits, device)
 
+
+def _packed_logits(model: Probed, ids: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Of all tokens of the first sequence, then of the second."""
+    traits, device = model.traits, model.device
+    long, short = map(len, ids)
     num_blocks = -(-long // _BLOCK_SIZE) + -(-short // _BLOCK_SIZE)
     cache = KVCache(traits, num_blocks, _BLOCK_SIZE, device)
     # Backwards, so that no block lies where its number in the sequence would put it.
@@ -87,9 +105,7 @@ def verify_model(model: Probed) -> None:
 
     packed = run([(0, 0, first), (1, 0, short)])
     rest = run([(0, first, long - first)]) if long > first else packed[:0]
-    found = torch.cat([packed[:first], rest, packed[first:]])
-    expected = torch.cat([model.forward_alone(sequence) for sequence in ids])
-    _compare(found.double(), expected.double(), traits)
+    return torch.cat([packed[:first], rest, packed[first:]])
 
 
 def _probe_ids(length: int, salt: int, traits: ModelTraits, device: torch.device) -> torch.Tensor:
