@@ -229,6 +229,14 @@ class RouterConfig(Section):
     max_attempts: int = live(
         3, "Replicas a request may be tried on, the first included.", ge=1, le=100
     )
+    index_memory_bytes: ByteSize = live(
+        256 << 20,
+        "Memory that each ingress may take to know what the engines of a model have cached: some "
+        "150 bytes a block and engine. Beyond it the largest engines are known by Bloom filters, "
+        "in 5 to 20 bytes a block.",
+        ge=1 << 20,
+        le=1 << 40,
+    )
     retry_share: float = live(
         0.2,
         "Further tries that new requests may have together, as a share of their number: when all "

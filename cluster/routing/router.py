@@ -31,8 +31,9 @@ from numpy.typing import NDArray
 from cache.events import BlockKey
 from cluster.routing import rendezvous
 from cluster.routing.decision import Candidate, Decision, NoReplica, Reason, RouteRequest
-from cluster.routing.index import IndexView, PrefixIndex
+from cluster.routing.index import PrefixIndex
 from cluster.routing.score import PACE_STEPS, CostTable, Fleet, Rates, ReplicaLoad, Seconds
+from cluster.routing.view import IndexView
 from configs.shoal import RouterConfig
 from engine.wire import LoadReport
 
@@ -81,7 +82,7 @@ class Router:
 
     def __init__(self, config: RouterConfig, ingress_id: str) -> None:
         self.config = config
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(config.index_memory_bytes)
         self._ingress_id = ingress_id
         self._fleet = Fleet(_default_rates(config))
         self._table = CostTable()
@@ -96,6 +97,7 @@ class Router:
         """Takes effect with the next request; default rates with each replica's next report."""
         self.config = config
         self._fleet.default = _default_rates(config)
+        self.index.limit(config.index_memory_bytes)
 
     # ------------------------------------------------------------ replicas
 
