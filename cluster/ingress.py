@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -29,8 +29,11 @@ from cluster.identity import IngressIdentity
 from cluster.metrics import IngressMetrics
 from cluster.openai import AnswerHead, ModelCard, ModelList, SamplingRequest, now_s
 from cluster.preprocess import GenerationRequest
+from cluster.routing.decision import Decision
+from cluster.routing.index import PrefixIndex
 from cluster.served_model import ModelReplaced, ServedModel, Started
 from configs.shoal import FailoverConfig, IngressConfig, RouterConfig
+from engine.observer import Followed
 from engine.wire import LoadReport
 from replicas.directory import EngineState, model_state
 
@@ -44,7 +47,7 @@ class Ingress:
         self._fleet = Fleet(source, identity)
         self._source = source
         self._traces = Traces(identity.ingress_id)
-        self._metrics = IngressMetrics(self._loads, self._held, self._moves)
+        self._metrics = IngressMetrics(self._loads, self._held, self._moves, self._caches)
 
     @property
     def config(self) -> IngressConfig:
@@ -131,8 +134,10 @@ class Ingress:
             self._traces.add(trace, self.config.explained_requests)
             return started
 
-    def _ended(self, model: str, request_id: str, generation: Generation) -> None:
-        self._metrics.ended(model, generation)
+    def _ended(
+        self, model: str, request_id: str, generation: Generation, decision: Decision
+    ) -> None:
+        self._metrics.ended(model, generation, decision)
         self._traces.close(request_id)
 
     # ------------------------------------------------------------ explanations
@@ -220,6 +225,15 @@ class Ingress:
     def _held(self) -> Iterator[tuple[str, int]]:
         for name, model in self._fleet.models.items():
             yield name, model.num_held
+
+    def _caches(self) -> Iterator[tuple[str, PrefixIndex, Mapping[str, Followed]]]:
+        for name, model in self._fleet.models.items():
+            followed = {
+                core_id: followed
+                for core_id, session in model.sessions.items()
+                if (followed := session.followed) is not None
+            }
+            yield name, model.router.index, followed
 
     def _moves(self) -> Iterator[tuple[str, str, int]]:
         for name, model in self._fleet.models.items():

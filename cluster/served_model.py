@@ -157,7 +157,7 @@ class ServedModel:
         self,
         request_id: str,
         request: GenerationRequest,
-        on_close: Callable[[Generation], None] = lambda generation: None,
+        on_close: Callable[[Generation, Decision], None] = lambda generation, decision: None,
     ) -> Started:
         """Prepares a request, chooses an engine, and returns once that has accepted it.
 
@@ -196,7 +196,7 @@ class ServedModel:
 
         def close(generation: Generation) -> None:
             leave()
-            on_close(generation)
+            on_close(generation, placed.decision)
 
         generation = Generation(prepared, streams, tokenizer, times, close)
         return Started(generation, tokenizer, placed.decision, info.fingerprint, streams)
