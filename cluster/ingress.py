@@ -8,7 +8,8 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,8 +28,15 @@ from cluster.fleet import DirectorySource, Fleet
 from cluster.generation import Generation
 from cluster.identity import IngressIdentity
 from cluster.metrics import IngressMetrics
-from cluster.openai import AnswerHead, ModelCard, ModelList, SamplingRequest, now_s
-from cluster.preprocess import GenerationRequest
+from cluster.openai import (
+    MAX_SESSION_CHARS,
+    AnswerHead,
+    ModelCard,
+    ModelList,
+    SamplingRequest,
+    now_s,
+)
+from cluster.preprocess import GenerationRequest, InvalidRequest
 from cluster.routing.decision import Decision
 from cluster.routing.index import PrefixIndex
 from cluster.served_model import ModelReplaced, ServedModel, Started
@@ -85,7 +93,8 @@ class Ingress:
     async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:
         request_id = f"chatcmpl-{secrets.token_hex(12)}"
         proxied_s = _proxy_s(request)
-        started = await self._start(body.model, proxied_s, request_id, body.as_generation())
+        (generation,) = self._with_session(request, [body.as_generation()])
+        started = await self._start(body.model, proxied_s, request_id, generation)
         head = AnswerHead(request_id, now_s(), body.model, f"fp_{started.fingerprint[:12]}")
         dialect = ChatDialect(head, started.tokenizer, body.include_usage)
         response = await self._respond(started.generation, dialect, body, request)
@@ -95,7 +104,8 @@ class Ingress:
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         request_id = f"cmpl-{secrets.token_hex(12)}"
         start = partial(self._start, body.model, _proxy_s(request))
-        started = await start_each(start, request_id, body.as_generations())
+        generations = self._with_session(request, body.as_generations())
+        started = await start_each(start, request_id, generations)
         first = started[0]
         head = AnswerHead(request_id, now_s(), body.model, f"fp_{first.fingerprint[:12]}")
         echoed = body.echoed(first.tokenizer)
@@ -110,6 +120,19 @@ class Ingress:
     ) -> Response:
         keep_alive_s = self.config.keep_alive_s
         return await respond(output, dialect, request, bool(body.stream), keep_alive_s)
+
+    def _with_session(
+        self, request: Request, generations: Sequence[GenerationRequest]
+    ) -> Sequence[GenerationRequest]:
+        """The session that a header names goes before what the body says."""
+        name = self.config.session_header
+        value = request.headers.get(name)
+        if value is None:
+            return generations
+        if len(value) > MAX_SESSION_CHARS:
+            text = f"at most {MAX_SESSION_CHARS} characters, got {len(value)}"
+            raise InvalidRequest(name, f"the header {name} may have {text}")
+        return [replace(each, session=value.encode()) for each in generations]
 
     async def _start(
         self, model_name: str, proxied_s: float, request_id: str, request: GenerationRequest
