@@ -17,7 +17,7 @@ from engine.wire import BlocksStored, CacheDelta, SnapshotChunk, StreamFrame
 
 _HOLDERS = 8
 _KEYS_A_FRAME = 64
-_KEYS_A_CHUNK = 512
+_KEYS_A_CHUNK = 128
 _SHARE = 10
 _SEED = 9
 

@@ -21,7 +21,7 @@ _Words = NDArray[np.unsignedinteger[Any]]
 
 _KEYS_AT_ONCE = 128
 """A look-up that finds nobody left stops after these. A byte must be able to count them."""
-_BITS_AT_ONCE = 1 << 16
+_BITS_AT_ONCE = 1 << 13
 """Of a column that is written, so that nothing large is made on the way."""
 _WORD_BYTES = 8
 
@@ -49,10 +49,10 @@ class Columns:
     def num_bytes(self) -> int:
         return self._rows.nbytes
 
-    def bytes_with(self, num_rows: int) -> int:
-        """That one more column and so many rows would take; 0 while there is room for both."""
+    def bytes_with(self, num_rows: int, is_more: bool) -> int:
+        """That so many rows, and one more column if `is_more`, would take; 0 if there is room."""
         width = self._width
-        if not self._free and self._num_columns == 8 * width:
+        if is_more and not self._free and self._num_columns == 8 * width:
             width = _wider(width)
         if width == self._width and num_rows <= self.num_rows:
             return 0

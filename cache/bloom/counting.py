@@ -16,7 +16,7 @@ from cache.events import BlockKey
 _FULL = 15
 """A counter that has come here stays, because nobody knows how many there are: the bit may say yes
 too often, but never no."""
-_BYTES_AT_ONCE = 1 << 15
+_BYTES_AT_ONCE = 1 << 12
 """Of counters that are folded, so that nothing large is made on the way."""
 
 

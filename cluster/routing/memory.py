@@ -112,7 +112,8 @@ class CappedStore(Store):
             return None
         least = view.filter.num_bits if view.filter is not None else MIN_BITS
         wanted = bits_for(view.num_expected, _BITS)
-        return max(self._affordable(wanted, own_bytes - self._reserve()), least)
+        free_bytes = self._max_bytes - self.num_bytes - self._reserve() + own_bytes
+        return max(self._affordable(wanted, free_bytes, view), least)
 
     # ------------------------------------------------------------ too little
 
@@ -134,7 +135,8 @@ class CappedStore(Store):
 
     def _demote(self, view: IndexView) -> None:
         num_keys = max(len(view), view.num_expected if view.is_loading else 0)
-        view.demote(self._affordable(bits_for(num_keys, _BITS), 0))
+        free_bytes = self._max_bytes - self.num_bytes
+        view.demote(self._affordable(bits_for(num_keys, _BITS), free_bytes, view))
         if sys.getsizeof(self.masks) > 2 * KEY_BYTES * len(self.masks):
             # A dict keeps its room when keys leave it.
             kept = dict(self.masks)
@@ -147,17 +149,17 @@ class CappedStore(Store):
         while self.columns is not None and self.columns.num_rows >= 2 * max(most, MIN_BITS):
             self.columns.fold()
 
-    def _affordable(self, num_bits: int, extra_bytes: int) -> int:
-        """Halves the size of a filter until it fits, `extra_bytes` being free beside the rest."""
-        free_bytes = self._max_bytes - self.num_bytes + extra_bytes
-        while num_bits > MIN_BITS and self._filter_bytes(num_bits) > free_bytes:
+    def _affordable(self, num_bits: int, free_bytes: int, view: IndexView) -> int:
+        """Halves the size of a new filter of the view's until it fits."""
+        is_more = view.column is None
+        while num_bits > MIN_BITS and self._filter_bytes(num_bits, is_more) > free_bytes:
             num_bits //= 2
         return num_bits
 
-    def _filter_bytes(self, num_bits: int) -> int:
-        """Of a new one, with its column. Columns that grow are copied, so both count."""
+    def _filter_bytes(self, num_bits: int, is_more: bool) -> int:
+        """Of a new one, and of the columns. If these grow they are copied, so both count."""
         columns = self.columns
-        return num_bits // 2 + (num_bits if columns is None else columns.bytes_with(num_bits))
+        return num_bits // 2 + (columns.bytes_with(num_bits, is_more) if columns else num_bits)
 
     def _reserve(self) -> int:
         """That the next changes, or a step, may take on top: the masks and sets that grow, a
@@ -170,7 +172,7 @@ class CappedStore(Store):
         if exact:
             growth = self._masks_growth(soon) + set_growth(soon)
             growth += sum([view.growth_bytes(soon) for view in exact])
-            demotion = self._filter_bytes(bits_for(max(map(len, exact)), _LEAST_BITS))
+            demotion = self._filter_bytes(bits_for(max(map(len, exact)), _LEAST_BITS), is_more=True)
             reserve = max(reserve, growth, demotion) + soon * (KEY_BYTES + self._mask_bytes)
         return reserve
 
@@ -195,9 +197,8 @@ class CappedStore(Store):
         if self._fits_exactly(len(smallest), smallest.num_bytes):
             smallest.wants_snapshot = True
         elif _bits_per_key(fullest) < _LEAST_BITS:
-            wanted = bits_for(len(fullest), _BITS)
-            is_larger = wanted > _num_bits(fullest)
-            fullest.wants_snapshot = is_larger and self._filter_bytes(wanted) <= self._room()
+            wanted = self._affordable(bits_for(len(fullest), _BITS), self._room(), fullest)
+            fullest.wants_snapshot = wanted > _num_bits(fullest)
 
     def _room(self) -> int:
         """To spend, beside the reserve."""

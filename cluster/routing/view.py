@@ -143,7 +143,9 @@ class IndexView(KeySet):
             if self.filter is None:
                 self._former, self._tiers = self._tiers, _no_keys()
         num_bits = self._store.num_bits_for_load(self)
-        self.filter = None if num_bits is None else CountingFilter(num_bits)
+        self.filter = None  # Before there is another.
+        if num_bits is not None:
+            self.filter = CountingFilter(num_bits)
         self.is_loading = True
         self._num_counted = self.digest = 0
 

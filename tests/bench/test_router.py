@@ -22,4 +22,4 @@ def test_quick_figures_are_flat_and_a_decision_is_fast(tmp_path: Path) -> None:
     assert figures["index_memory_cap_bytes"] < 16 * figures["index_keys_offered"]
     assert figures["index_memory_peak_bytes"] <= figures["index_memory_cap_bytes"]
     assert figures["index_bloom_replicas"] == 8
-    assert figures["index_false_positive_pct"] < 3
+    assert figures["index_false_positive_pct"] < 2

@@ -198,8 +198,10 @@ def test_rows_are_no_wider_than_columns_need() -> None:
     side = Side(64)
     widths = {}
     for number in range(1, 200):
-        expected = side.columns.bytes_with(64)
+        expected = side.columns.bytes_with(64, is_more=True)
         before = side.columns.num_bytes
+        assert side.columns.bytes_with(64, is_more=False) == 0
+        assert side.columns.bytes_with(256, is_more=False) == 4 * before
         side.put([POOL[0]], 64)
         assert side.columns.num_bytes == (expected or before)
         widths[number] = side.columns.num_bytes // 64
