@@ -15,6 +15,7 @@ import click
 import numpy as np
 
 from bench.figures import Figures, Progress, json_option, report, show_phase
+from bench.router_index import measure_capped
 from cache.events import BlockKey, Tier
 from cluster.routing.decision import RouteRequest
 from cluster.routing.index import PrefixIndex
@@ -28,6 +29,11 @@ _CHAINS = 64
 _SEED = 8
 _OPEN = 100
 """Decisions that are booked at a time."""
+_ROOM = 8 << 30
+_BLOOM_KEYS = 8192
+"""Of a replica that is known by a Bloom filter: of the chains a half, and others."""
+_BLOOM_BYTES = 125 << 10
+"""Of memory for each of them: a tenth of what their keys would take exactly."""
 
 
 @click.command(epilog="Example: shoal bench router --json router.json")
@@ -42,24 +48,33 @@ def router(quick: bool, json_path: Path | None) -> None:
 def bench_router(quick: bool, progress: Progress) -> Figures:
     figures: Figures = {"benchmark": "router", "chains": _CHAINS, "depths": "uniform"}
     rounds = 5 if quick else 40
-    for num_replicas in (8, 64) if quick else (8, 64, 1000):
-        progress(f"{_NUM_BLOCKS} blocks, {num_replicas} replicas")
-        times_us = _route_us(num_replicas, rounds)
+    sizes = (8, 64) if quick else (8, 64, 1000)
+    for num_replicas, is_bloom in [*[(size, False) for size in sizes], (sizes[-1], True)]:
+        kind = "_bloom" if is_bloom else ""
+        progress(f"{_NUM_BLOCKS} blocks, {num_replicas} replicas{kind}")
+        router, chains = _warm_router(num_replicas, is_bloom)
+        times_us = _route_us(router, chains, rounds)
         for percent in (50, 99):
             value = float(np.percentile(times_us, percent))
-            figures[f"route_us_p{percent}_{_NUM_BLOCKS}x{num_replicas}"] = round(value, 1)
+            figures[f"route_us_p{percent}_{_NUM_BLOCKS}x{num_replicas}{kind}"] = round(value, 1)
+        if is_bloom:
+            figures["route_bloom_replicas"] = router.index.num_rough
     num_keys = 2_000 if quick else 50_000
     for holders in (1, 8):
         progress(f"memory of {num_keys} keys that {holders} replicas hold")
         held = _index_bytes(num_keys, holders) / (num_keys * holders)
         figures[f"index_bytes_per_held_key_{holders}"] = round(held, 1)
-    return figures
+    progress("an index with ten times the blocks that it could follow exactly")
+    key_bytes = float(figures["index_bytes_per_held_key_1"])
+    return figures | measure_capped(num_keys, key_bytes, 100 * rounds)
 
 
-def _route_us(num_replicas: int, rounds: int) -> list[float]:
-    """Of every decision, on the wall clock. Each is booked, so that loads differ as they would."""
+def _warm_router(num_replicas: int, is_bloom: bool) -> tuple[Router, list[list[BlockKey]]]:
+    """With the chains that it knows. Given too little memory, nearly all replicas are known by
+    filters, as large and as full as of replicas of that size."""
     rng = random.Random(_SEED)
-    router = Router(RouterConfig(), "bench")
+    memory_bytes = num_replicas * _BLOOM_BYTES if is_bloom else _ROOM
+    router = Router(RouterConfig(index_memory_bytes=memory_bytes), "bench")
     chains = [_chain(rng, _NUM_BLOCKS) for _ in range(_CHAINS)]
     for number in range(num_replicas):
         name = f"replica-{number}"
@@ -68,6 +83,13 @@ def _route_us(num_replicas: int, rounds: int) -> list[float]:
         for chain in chains:
             for key in chain[: rng.randrange(_NUM_BLOCKS + 1)]:
                 view.add(key, Tier.DEVICE)
+        for _ in range(_BLOOM_KEYS - len(view) if is_bloom else 0):
+            view.add(rng.randbytes(16), Tier.DEVICE)
+    return router, chains
+
+
+def _route_us(router: Router, chains: list[list[BlockKey]], rounds: int) -> list[float]:
+    """Of every decision, on the wall clock. Each is booked, so that loads differ as they would."""
     times_us: list[float] = []
     booked: deque[tuple[str, int]] = deque()
     for number in range(rounds * _CHAINS):
@@ -105,7 +127,7 @@ def _index_bytes(num_keys: int, holders: int) -> int:
     a message of its own, as off the wire."""
     keys = _chain(random.Random(_SEED), num_keys)
     tracemalloc.start()
-    index = PrefixIndex()
+    index = PrefixIndex(_ROOM)
     for number in range(holders):
         view = index.view(f"replica-{number}")
         for key in keys:

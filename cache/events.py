@@ -46,9 +46,20 @@ class KeySet:
     """A set of (key, tier) with a digest: the sum, modulo 2^62, of the keys' low 64 bits times a
     weight by tier. Keys are themselves keyed hashes, so a chance collision has odds of 2^-62."""
 
+    wants_snapshot = False
+    """Whether it is to be loaded anew, though nothing is wrong with it."""
+
     def __init__(self) -> None:
         self.digest = 0
         self._tiers: dict[Tier, set[BlockKey]] = {tier: set() for tier in Tier}
+
+    def begin_load(self) -> None:
+        """A snapshot comes: from here to `end_load` keys are only added, and they and the digest
+        are the snapshot's alone. One that has broken off is followed by another `begin_load`."""
+        self.clear()
+
+    def end_load(self) -> None:
+        """The snapshot was whole."""
 
     def add(self, key: BlockKey, tier: Tier) -> bool:
         """Returns False, and changes nothing, when it is there already."""
@@ -56,7 +67,7 @@ class KeySet:
         if key in keys:
             return False
         keys.add(key)
-        self.digest = (self.digest + _element(key, tier)) & _MASK
+        self.digest = digest_with(self.digest, key, tier)
         return True
 
     def remove(self, key: BlockKey, tier: Tier) -> bool:
@@ -65,7 +76,7 @@ class KeySet:
         if key not in keys:
             return False
         keys.remove(key)
-        self.digest = (self.digest - _element(key, tier)) & _MASK
+        self.digest = digest_without(self.digest, key, tier)
         return True
 
     def clear(self) -> None:
@@ -83,6 +94,16 @@ class KeySet:
         for tier, keys in self._tiers.items():
             for key in keys:
                 yield key, tier
+
+
+def digest_with(digest: int, key: BlockKey, tier: Tier) -> int:
+    """Of a set to which a key is added."""
+    return (digest + _element(key, tier)) & _MASK
+
+
+def digest_without(digest: int, key: BlockKey, tier: Tier) -> int:
+    """Of a set from which a key is removed."""
+    return (digest - _element(key, tier)) & _MASK
 
 
 def _element(key: BlockKey, tier: Tier) -> int:

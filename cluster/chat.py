@@ -98,6 +98,7 @@ class ChatCompletionRequest(SamplingRequest):
             cache_domain=self.cache_domain,
             service_class=self.service_class,
             retention=self.retention,
+            session=self.session,
         )
 
 

@@ -109,6 +109,7 @@ class CompletionRequest(SamplingRequest):
                 cache_domain=self.cache_domain,
                 service_class=self.service_class,
                 retention=self.retention,
+                session=self.session,
             )
             for prompt in self.prompt
         ]

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from pydantic import Field
 from ray import serve
 
+from cluster.haproxy import LONGEST_STREAM_S
 from cluster.identity import IngressIdentity
 from cluster.ingress import Ingress, build_app
 from configs.secret import read_secret
@@ -124,6 +125,8 @@ def ingress_application(
     fixed = {
         "name": DEPLOYMENT,
         "max_ongoing_requests": _MAX_ONGOING_REQUESTS,
+        # Serve counts a stream as a request, and waits so long for the last one to end.
+        "graceful_shutdown_timeout_s": LONGEST_STREAM_S,
         "ray_actor_options": {"num_cpus": 0},
     }
     deployment: Any = serve.deployment(**{**fixed, **options})(serve.ingress()(IngressReplica))

@@ -28,6 +28,7 @@ class Origin:
     keys: tuple[bytes, ...]
     """Of the prompt's full blocks."""
     case: Case
+    session: bytes = b""
 
 
 class ResumableStream:
@@ -130,6 +131,7 @@ class ResumableStream:
             [*keys, *root.extend(keys[-1] if keys else root.root, rest)],
             len(request.prompt_ids) + len(output_ids),
             request.sampling.max_tokens - len(output_ids),
+            origin.session,
         )
 
     def _end_of(self, error: EngineLost) -> str:

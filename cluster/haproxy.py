@@ -25,8 +25,9 @@ _EDITS = (
     r"/^ *errorfile/d",
 )
 _LOOPBACK_EDIT = r"s/bind \*?:/bind 127.0.0.1:/"
-_LONGEST_STREAM_S = 3600
-"""A change of the back-ends reloads HAProxy; streams may go on for this long on the old one."""
+LONGEST_STREAM_S = 3600
+"""A change of the back-ends reloads HAProxy; streams may go on for this long on the old one. So an
+ingress that is taken away waits as long for its own."""
 
 
 def is_available() -> bool:
@@ -71,7 +72,7 @@ def loopback_environment(folder: Path) -> dict[str, str]:
         "METRICS_PORT": metrics_port,
         "STATS_PORT": stats_port,
         "NBTHREAD": _NUM_THREADS,
-        "HARD_STOP_AFTER_S": _LONGEST_STREAM_S,
+        "HARD_STOP_AFTER_S": LONGEST_STREAM_S,
     }
     environment = {f"RAY_SERVE_HAPROXY_{name}": str(value) for name, value in settings.items()}
     return {"RAY_SERVE_ENABLE_HA_PROXY": "1", **environment}

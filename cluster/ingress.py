@@ -8,7 +8,8 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,10 +28,20 @@ from cluster.fleet import DirectorySource, Fleet
 from cluster.generation import Generation
 from cluster.identity import IngressIdentity
 from cluster.metrics import IngressMetrics
-from cluster.openai import AnswerHead, ModelCard, ModelList, SamplingRequest, now_s
-from cluster.preprocess import GenerationRequest
+from cluster.openai import (
+    MAX_SESSION_CHARS,
+    AnswerHead,
+    ModelCard,
+    ModelList,
+    SamplingRequest,
+    now_s,
+)
+from cluster.preprocess import GenerationRequest, InvalidRequest
+from cluster.routing.decision import Decision
+from cluster.routing.index import PrefixIndex
 from cluster.served_model import ModelReplaced, ServedModel, Started
 from configs.shoal import FailoverConfig, IngressConfig, RouterConfig
+from engine.observer import Followed
 from engine.wire import LoadReport
 from replicas.directory import EngineState, model_state
 
@@ -44,7 +55,7 @@ class Ingress:
         self._fleet = Fleet(source, identity)
         self._source = source
         self._traces = Traces(identity.ingress_id)
-        self._metrics = IngressMetrics(self._loads, self._held, self._moves)
+        self._metrics = IngressMetrics(self._loads, self._held, self._moves, self._caches)
 
     @property
     def config(self) -> IngressConfig:
@@ -82,7 +93,8 @@ class Ingress:
     async def chat_completions(self, body: ChatCompletionRequest, request: Request) -> Response:
         request_id = f"chatcmpl-{secrets.token_hex(12)}"
         proxied_s = _proxy_s(request)
-        started = await self._start(body.model, proxied_s, request_id, body.as_generation())
+        (generation,) = self._with_session(request, [body.as_generation()])
+        started = await self._start(body.model, proxied_s, request_id, generation)
         head = AnswerHead(request_id, now_s(), body.model, f"fp_{started.fingerprint[:12]}")
         dialect = ChatDialect(head, started.tokenizer, body.include_usage)
         response = await self._respond(started.generation, dialect, body, request)
@@ -92,7 +104,8 @@ class Ingress:
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         request_id = f"cmpl-{secrets.token_hex(12)}"
         start = partial(self._start, body.model, _proxy_s(request))
-        started = await start_each(start, request_id, body.as_generations())
+        generations = self._with_session(request, body.as_generations())
+        started = await start_each(start, request_id, generations)
         first = started[0]
         head = AnswerHead(request_id, now_s(), body.model, f"fp_{first.fingerprint[:12]}")
         echoed = body.echoed(first.tokenizer)
@@ -107,6 +120,19 @@ class Ingress:
     ) -> Response:
         keep_alive_s = self.config.keep_alive_s
         return await respond(output, dialect, request, bool(body.stream), keep_alive_s)
+
+    def _with_session(
+        self, request: Request, generations: Sequence[GenerationRequest]
+    ) -> Sequence[GenerationRequest]:
+        """The session that a header names goes before what the body says."""
+        name = self.config.session_header
+        value = request.headers.get(name)
+        if value is None:
+            return generations
+        if len(value) > MAX_SESSION_CHARS:
+            text = f"at most {MAX_SESSION_CHARS} characters, got {len(value)}"
+            raise InvalidRequest(name, f"the header {name} may have {text}")
+        return [replace(each, session=value.encode()) for each in generations]
 
     async def _start(
         self, model_name: str, proxied_s: float, request_id: str, request: GenerationRequest
@@ -131,8 +157,10 @@ class Ingress:
             self._traces.add(trace, self.config.explained_requests)
             return started
 
-    def _ended(self, model: str, request_id: str, generation: Generation) -> None:
-        self._metrics.ended(model, generation)
+    def _ended(
+        self, model: str, request_id: str, generation: Generation, decision: Decision
+    ) -> None:
+        self._metrics.ended(model, generation, decision)
         self._traces.close(request_id)
 
     # ------------------------------------------------------------ explanations
@@ -220,6 +248,15 @@ class Ingress:
     def _held(self) -> Iterator[tuple[str, int]]:
         for name, model in self._fleet.models.items():
             yield name, model.num_held
+
+    def _caches(self) -> Iterator[tuple[str, PrefixIndex, Mapping[str, Followed]]]:
+        for name, model in self._fleet.models.items():
+            followed = {
+                core_id: followed
+                for core_id, session in model.sessions.items()
+                if (followed := session.followed) is not None
+            }
+            yield name, model.router.index, followed
 
     def _moves(self) -> Iterator[tuple[str, str, int]]:
         for name, model in self._fleet.models.items():

@@ -4,7 +4,8 @@ Invariant: every ingress has a registry of its own; nothing is global, and label
 names come from the configuration, never from a client.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -13,6 +14,9 @@ from prometheus_client.registry import Collector
 
 from cluster.generation import Generation
 from cluster.routing.decision import Decision
+from cluster.routing.index import PrefixIndex
+from engine.observer import Followed
+from engine.stream import StreamCounts
 from engine.wire import LoadReport
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -26,14 +30,16 @@ class IngressMetrics:
         loads: Callable[[], Iterable[tuple[str, str, LoadReport]]],
         held: Callable[[], Iterable[tuple[str, int]]],
         moves: Callable[[], Iterable[tuple[str, str, int]]],
+        caches: Callable[[], Iterable[tuple[str, PrefixIndex, Mapping[str, Followed]]]],
     ) -> None:
         """`loads` yields (model, engine, report) of every engine with a session, `held` (model,
         requests that wait for an engine to come), `moves` (model, kind, count) as `Placer.counts`
-        has them."""
+        has them, `caches` each model's index and how the streams of its engines are followed."""
         self._registry = CollectorRegistry()
         self._registry.register(_EngineLoads(loads))
         self._registry.register(_Held(held))
         self._registry.register(_Moves(moves))
+        self._registry.register(_Caches(caches))
         self._requests = Counter(
             "shoal_requests", "Requests by status.", ("model", "status"), registry=self._registry
         )
@@ -46,7 +52,8 @@ class IngressMetrics:
         )
         self._tokens = Counter(
             "shoal_tokens",
-            "Tokens: prompt, completion, cached (found by the engine), cached_predicted.",
+            "Tokens: prompt, completion, cached (found by the engine), cached_predicted; how many "
+            "of those were not found (cached_missed), and were found beyond (cached_unforeseen).",
             ("model", "kind"),
             registry=self._registry,
         )
@@ -64,13 +71,17 @@ class IngressMetrics:
         self._decisions.labels(model, decision.reason.value).inc()
         self._tokens.labels(model, "cached_predicted").inc(decision.chosen.cached_tokens)
 
-    def ended(self, model: str, generation: Generation) -> None:
+    def ended(self, model: str, generation: Generation, decision: Decision) -> None:
         for stage, seconds in generation.times.stages():
             self._stages.labels(model, stage).observe(seconds)
         usage = generation.usage
         self._tokens.labels(model, "prompt").inc(usage.prompt_tokens)
         self._tokens.labels(model, "completion").inc(usage.completion_tokens)
         self._tokens.labels(model, "cached").inc(usage.cached_tokens)
+        if generation.times.first_token_s:
+            more = usage.cached_tokens - decision.chosen.cached_tokens
+            self._tokens.labels(model, "cached_unforeseen").inc(max(0, more))
+            self._tokens.labels(model, "cached_missed").inc(max(0, -more))
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
@@ -129,3 +140,41 @@ class _Moves(Collector):
         for model, kind, count in self._moves():
             family.add_metric((model, kind), count)
         yield family
+
+
+class _Caches(Collector):
+    """What is known here of the engines' caches, and how well."""
+
+    def __init__(
+        self, caches: Callable[[], Iterable[tuple[str, PrefixIndex, Mapping[str, Followed]]]]
+    ) -> None:
+        self._caches = caches
+
+    def collect(self) -> Iterator[Metric]:
+        size = GaugeMetricFamily(
+            "shoal_index_bytes", "Memory of the index of cached blocks.", labels=("model",)
+        )
+        rough = GaugeMetricFamily(
+            "shoal_index_rough_engines",
+            "Engines that the index knows by a Bloom filter only.",
+            labels=("model",),
+        )
+        stale = GaugeMetricFamily(
+            "shoal_index_staleness_seconds",
+            "Since the index was last in step with an engine's cache.",
+            labels=("model", "engine"),
+        )
+        stream = CounterMetricFamily(
+            "shoal_index_stream",
+            "Of an engine's cache events: gaps, replays, snapshots, digest mismatches, refreshes.",
+            labels=("model", "engine", "kind"),
+        )
+        for model, index, engines in self._caches():
+            size.add_metric((model,), index.num_bytes)
+            rough.add_metric((model,), index.num_rough)
+            for engine, followed in engines.items():
+                stale.add_metric((model, engine), followed.staleness_s)
+                for kind in fields(StreamCounts):
+                    count = getattr(followed.counts, kind.name)
+                    stream.add_metric((model, engine, kind.name), count)
+        yield from (size, rough, stale, stream)

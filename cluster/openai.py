@@ -34,6 +34,7 @@ MAX_CHOICES = 8
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_TOKENS = 1 << 30
+MAX_SESSION_CHARS = 1024
 _MAX_FIELDS = 64
 _INT64 = 1 << 63
 _LOGPROB_FLOOR = -9999.0
@@ -107,8 +108,10 @@ class SamplingRequest(RequestPart):
     ) = None
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
     """`priority` is our class interactive, `flex` is batch, any other is standard."""
-    user: Annotated[str, Field(max_length=1024)] | None = None
-    """Accepted, without effect on the answer."""
+    user: Annotated[str, Field(max_length=MAX_SESSION_CHARS)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=MAX_SESSION_CHARS)] | None = None
+    """Requests with the same one, or else of the same user, go to the same engine where nothing
+    speaks against it. Neither has any effect on the answer."""
 
     # ---- extensions, under the names vLLM gave them
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
@@ -155,6 +158,10 @@ class SamplingRequest(RequestPart):
     @property
     def cache_domain(self) -> str:
         return self.cache_salt or ""
+
+    @property
+    def session(self) -> bytes:
+        return (self.prompt_cache_key or self.user or "").encode("utf-8", "surrogatepass")
 
     @property
     def service_class(self) -> ServiceClass:

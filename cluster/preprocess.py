@@ -77,6 +77,8 @@ class GenerationRequest:
     """Cached blocks are shared within it only."""
     service_class: ServiceClass = ServiceClass.STANDARD
     retention: Retention = Retention.NORMAL
+    session: bytes = b""
+    """What the client calls the session that it belongs to, if anything."""
 
 
 @dataclass(frozen=True, slots=True)

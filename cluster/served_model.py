@@ -157,7 +157,7 @@ class ServedModel:
         self,
         request_id: str,
         request: GenerationRequest,
-        on_close: Callable[[Generation], None] = lambda generation: None,
+        on_close: Callable[[Generation, Decision], None] = lambda generation, decision: None,
     ) -> Started:
         """Prepares a request, chooses an engine, and returns once that has accepted it.
 
@@ -172,10 +172,11 @@ class ServedModel:
         prepared = await self._preprocessor.prepare(request_id, request, ModelLimits.of(info), root)
         max_tokens = prepared.choices[0].sampling.max_tokens
         keys = prepared.block_keys
-        route = RouteRequest(request_id, keys, prepared.num_prompt_tokens, max_tokens)
+        num_tokens, session = prepared.num_prompt_tokens, request.session
+        route = RouteRequest(request_id, keys, num_tokens, max_tokens, session)
         times.prepared_s = time.perf_counter()
         wish = Wish(route, prepared.choices, Case(), end_s, is_new=True)
-        num_tokens = prepared.num_prompt_tokens + len(prepared.choices) * max_tokens
+        num_tokens += len(prepared.choices) * max_tokens
         self.open_requests.enter(num_tokens, self._identity.settings.ingress)
 
         def leave() -> None:
@@ -187,7 +188,7 @@ class ServedModel:
             leave()
             raise
         times.routed_s, times.accepted_s = placed.routed_s, time.perf_counter()
-        origin = Origin(self.placer, root, keys, wish.case)
+        origin = Origin(self.placer, root, keys, wish.case, session)
         streams = [
             ResumableStream(origin, choice, placed, index)
             for index, choice in enumerate(prepared.choices)
@@ -196,7 +197,7 @@ class ServedModel:
 
         def close(generation: Generation) -> None:
             leave()
-            on_close(generation)
+            on_close(generation, placed.decision)
 
         generation = Generation(prepared, streams, tokenizer, times, close)
         return Started(generation, tokenizer, placed.decision, info.fingerprint, streams)

@@ -15,6 +15,7 @@ from cluster.routing.router import Router
 from engine.attempt import EngineRequest, EngineStream
 from engine.client import EngineClient
 from engine.errors import EngineDied, EngineLost
+from engine.observer import Followed
 from engine.wire import HelloReply, LoadReport
 from replicas.directory import EngineEntry, EngineState
 
@@ -71,6 +72,11 @@ class EngineSession:
         self._update_router()
         if is_ejected and not was_ejected and self._client is not None:
             self._client.fail_streams(EngineDied(f"engine {self.core_id} has stalled"))
+
+    @property
+    def followed(self) -> Followed | None:
+        """How its stream is followed; None while there is no session."""
+        return self._client.followed if self._client is not None else None
 
     @property
     def is_draining(self) -> bool:
@@ -133,7 +139,7 @@ class EngineSession:
                     said = text
                 await asyncio.sleep(_RETRY_S)
 
-    # ------------------------------------------------------------ engine.client.EngineObserver
+    # ------------------------------------------------------------ engine.observer.EngineObserver
 
     def session_opened(self, info: HelloReply) -> KeySet:
         self._router.remove_replica(self.core_id)

@@ -209,6 +209,15 @@ class IngressConfig(Section):
     keep_alive_s: Duration = live(
         15.0, "Silence on a stream after which a comment is sent to keep it open.", ge=0.1, le=3600
     )
+    session_header: str = live(
+        "X-Session-ID",
+        "Header (its value up to 1,024 characters) by which a session is known, before "
+        "`prompt_cache_key` and `user` of the body: among engines that are as good, and where "
+        "nobody has a prompt cached, its requests meet on one.",
+        min_length=1,
+        max_length=64,
+        pattern=r"^[A-Za-z0-9-]+$",
+    )
     proxy: Literal["auto", "haproxy", "python"] = restart(
         "auto",
         "What accepts connections under `shoal serve` and the chart. haproxy: Ray Serve's HAProxy "
@@ -244,6 +253,14 @@ class RouterConfig(Section):
     )
     max_attempts: int = live(
         3, "Replicas a request may be tried on, the first included.", ge=1, le=100
+    )
+    index_memory_bytes: ByteSize = live(
+        256 << 20,
+        "Memory that each ingress may take to know what the engines of a model have cached: some "
+        "150 bytes a block and engine. Beyond it the largest engines are known by Bloom filters, "
+        "in 5 to 20 bytes a block.",
+        ge=1 << 20,
+        le=1 << 40,
     )
     retry_share: float = live(
         0.2,

@@ -12,17 +12,17 @@ import math
 import secrets
 import struct
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import msgspec
 import zmq
 
-from cache.events import KeySet
 from engine import wire
 from engine.attempt import EngineRequest, EngineStream
 from engine.curve import CurveKeys, connect, is_curve, transport_address
 from engine.errors import EngineDied, EngineLost, EngineSilent, RequestRejected
-from engine.stream import Need, StreamFollower
+from engine.observer import EngineObserver, Followed
+from engine.stream import Need, StreamCounts, StreamFollower
 from engine.wire import RefuseCode, RejectCode
 
 logger = logging.getLogger(__name__)
@@ -36,24 +36,6 @@ _HANDSHAKE_FAILED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-
-
-class EngineObserver(Protocol):
-    """Told of what an engine publishes, in order, from within the event loop; must be quick."""
-
-    def session_opened(self, info: wire.HelloReply) -> KeySet:
-        """A session begins, with this incarnation. Returns the set to keep its keys in."""
-        ...
-
-    def session_lost(self, reason: str) -> None:
-        """The session is over; its keys are no more."""
-        ...
-
-    def load_reported(self, report: wire.LoadReport) -> None: ...
-
-    def request_seen(self, number: int) -> None:
-        """The engine has seen this client's requests up to `number`."""
-        ...
 
 
 class EngineClient:
@@ -74,6 +56,8 @@ class EngineClient:
         """What the engine said of itself; None while there is no session."""
         self.follower: StreamFollower | None = None
         """The engine's cache and load, as published."""
+        self._counts = StreamCounts()
+        self._in_step_s = 0.0
         self._streams: dict[str, EngineStream] = {}
         self._number = 0
         self._heard_s = 0.0
@@ -186,6 +170,13 @@ class EngineClient:
         self._streams[request.request_id] = stream
         self._send_frame(frame)
         return stream
+
+    @property
+    def followed(self) -> Followed | None:
+        """None while there is no session."""
+        if self.follower is None:
+            return None
+        return Followed(self._counts, asyncio.get_running_loop().time() - self._in_step_s)
 
     def ask_to_move(self) -> None:
         """Has every stream of the session raise `MoveAsked`."""
@@ -325,9 +316,14 @@ class EngineClient:
             return
         message = wire.decode_stream(frame)
         self.follower.on_frame(message)
+        self._note_step()
         self._repair_stream()
         if self._observer is not None and isinstance(message.body, wire.LoadReport):
             self._observer.load_reported(message.body)
+
+    def _note_step(self) -> None:
+        if self.follower is not None and self.follower.in_sync:
+            self._in_step_s = asyncio.get_running_loop().time()
 
     def _on_reply(self, frame: bytes) -> None:
         message = wire.decode_to_ingress(frame)
@@ -347,8 +343,10 @@ class EngineClient:
                 self._on_refused(message)
             case wire.Replay(frames=frames) if self.follower is not None:
                 self.follower.on_replay(frames)
+                self._note_step()
             case wire.SnapshotChunk() if self.follower is not None:
                 self.follower.on_snapshot(message)
+                self._note_step()
 
     def _on_admission(self, message: wire.Accepted | wire.Rejected) -> None:
         stream = self._streams.get(message.request_id)
@@ -375,7 +373,8 @@ class EngineClient:
             self._stream_endpoint = reply.stream_endpoint
         self.info = reply
         keys = self._observer.session_opened(reply) if self._observer is not None else None
-        self.follower = StreamFollower(reply.incarnation, keys=keys)
+        self.follower = StreamFollower(reply.incarnation, keys=keys, counts=self._counts)
+        self._in_step_s = asyncio.get_running_loop().time()
         self._repair_sent_s = 0.0
         self._answered.set()
         self._repair_stream()

@@ -7,6 +7,7 @@ digest or a new incarnation by a snapshot. Neither end does any I/O: the caller 
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from enum import Enum
 
 from cache.events import BlockKey, CacheEvent, KeySet, Stored, Tier
@@ -98,23 +99,46 @@ class Need(Enum):
     SNAPSHOT = 2
 
 
+@dataclass(slots=True)
+class StreamCounts:
+    """What a follower has been through. They may outlive it: a restart goes on counting."""
+
+    gaps: int = 0
+    """Holes in the numbers."""
+    replays: int = 0
+    """Holes that frames sent again have closed."""
+    snapshots: int = 0
+    """Loaded whole."""
+    mismatches: int = 0
+    """Sets that had another digest than the publisher's."""
+    refreshes: int = 0
+    """Snapshots asked for because the key set wanted one, with nothing wrong."""
+
+
 class StreamFollower:
     """The follower's end. Feed it what arrives; send what it needs, again until it arrives.
 
     While it waits for a repair it keeps the latest `max_pending` frames, and goes on from there.
-    `keys` is the set to fill: one that others look into as well, or none for a fresh one.
+    `keys` is the set to fill: one that others look into as well, or none for a fresh one. `counts`
+    are those to go on with.
     """
 
     def __init__(
-        self, incarnation: int, max_pending: int = 4096, keys: KeySet | None = None
+        self,
+        incarnation: int,
+        max_pending: int = 4096,
+        keys: KeySet | None = None,
+        counts: StreamCounts | None = None,
     ) -> None:
         self.incarnation = incarnation
         self.sequence = 0
         self.load: LoadReport | None = None
         self.keys = keys if keys is not None else KeySet()
+        self.counts = counts if counts is not None else StreamCounts()
         self.need = Need.SNAPSHOT
         self._pending: deque[StreamFrame] = deque(maxlen=max_pending)
-        self._chunks: list[SnapshotChunk] = []
+        self._last_chunk: tuple[int, int] | None = None
+        """Sequence and index of the last chunk taken in of a snapshot that is not whole."""
 
     @property
     def in_sync(self) -> bool:
@@ -131,6 +155,9 @@ class StreamFollower:
         self._pending.append(frame)
         if self.in_sync:
             self._advance()
+            if self.in_sync and self.keys.wants_snapshot:
+                self.counts.refreshes += 1
+                self.need = Need.SNAPSHOT
 
     def on_replay(self, frames: Iterable[StreamFrame]) -> None:
         if self.need is not Need.REPLAY:
@@ -138,39 +165,40 @@ class StreamFollower:
         merged = {frame.sequence: frame for frame in (*frames, *self._pending)}
         self._pending.clear()
         self._pending.extend(merged[sequence] for sequence in sorted(merged))
+        before = self.sequence
         self._advance()
+        self.counts.replays += self.sequence > before
 
     def on_snapshot(self, chunk: SnapshotChunk) -> None:
-        """Taken in whenever a repair is due: it also answers for frames too old to replay."""
+        """Taken in whenever a repair is due: it also answers for frames too old to replay. Its keys
+        go into the set as they come, so that no more than a chunk of them is kept beside it."""
         if self.in_sync or chunk.incarnation != self.incarnation:
             return
         if chunk.index == 0:
-            self._chunks.clear()
-        elif not self._follows(chunk):
+            self.need = Need.SNAPSHOT  # What is replayed now has no set to go to.
+            self.keys.begin_load()
+        elif self._last_chunk != (chunk.sequence, chunk.index - 1):
             return
-        self._chunks.append(chunk)
+        for key, tier in chunk.keys:
+            self.keys.add(key, tier)
+        self._last_chunk = (chunk.sequence, chunk.index)
         if not chunk.is_last:
             return
-        self.keys.clear()
-        for part in self._chunks:
-            for key, tier in part.keys:
-                self.keys.add(key, tier)
-        self._chunks.clear()
+        self._last_chunk = None
+        self.keys.end_load()
+        self.counts.snapshots += 1
         self.sequence = chunk.sequence
         if self.keys.digest == chunk.digest:
             self._advance()
-
-    def _follows(self, chunk: SnapshotChunk) -> bool:
-        if not self._chunks:
-            return False
-        last = self._chunks[-1]
-        return last.sequence == chunk.sequence and last.index + 1 == chunk.index
+        else:
+            self.counts.mismatches += 1
 
     def _advance(self) -> None:
         """Applies pending frames as far as they are contiguous and leave the right digest."""
         while self._pending:
             frame = self._pending[0]
             if frame.sequence > self.sequence + 1:
+                self.counts.gaps += self.need is not Need.REPLAY
                 self.need = Need.REPLAY
                 return
             self._pending.popleft()
@@ -180,6 +208,7 @@ class StreamFollower:
                 _apply(self.keys, frame.body)
             self.sequence = frame.sequence
             if self.keys.digest != frame.digest:
+                self.counts.mismatches += 1
                 self.need = Need.SNAPSHOT
                 return
         self.need = Need.NOTHING

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from bench.cache.bloom import measure_bloom
 from bench.cache.costs import measure_evict, measure_lookup, measure_pool
 from bench.cache.model import measure_share, measure_tiers
 from bench.cache.parts import measure_parts
@@ -30,8 +29,6 @@ class Extent:
     drift_blocks: int
     drift_requests: int
     trace_requests: int | None
-    bloom_rounds: int
-    """0: the filters are left out."""
     with_model: bool
 
 
@@ -41,10 +38,9 @@ FULL = Extent(
     100_000,
     60_000,
     None,
-    25,
     True,
 )
-QUICK = Extent({"1k": 1_000}, 2, 1_000, 2_000, 1_000, 0, False)
+QUICK = Extent({"1k": 1_000}, 2, 1_000, 2_000, 1_000, False)
 
 
 def bench_cache(extent: Extent, traces: Path, progress: Progress) -> Figures:
@@ -61,10 +57,6 @@ def bench_cache(extent: Extent, traces: Path, progress: Progress) -> Figures:
     rivals, reasons = measure_rivals(num_blocks, extent.rounds)
     figures |= {f"lookup_ns_per_block_128_{name}_{key}": round(v, 1) for key, v in rivals.items()}
     skipped += reasons
-    if extent.bloom_rounds:
-        progress("a Bloom index of 1,000 replicas")
-        bloom = measure_bloom(extent.bloom_rounds)
-        figures |= {key: round(value, 1) for key, value in bloom.items()}
     progress("parts of blocks")
     parts = measure_parts(extent.drift_requests // 3)
     figures |= {key: round(value, 2) for key, value in parts.items()}

@@ -34,6 +34,8 @@ class RouteRequest:
     """To be in the KV cache before it samples: the prompt, and what earlier attempts delivered."""
     max_tokens: int
     """Output tokens still allowed."""
+    session: bytes = b""
+    """What its client calls the session that it belongs to, if anything."""
 
 
 class Reason(StrEnum):

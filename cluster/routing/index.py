@@ -1,7 +1,8 @@
-"""Which replicas hold which blocks, exactly.
+"""Which replicas hold which blocks, within a given memory.
 
-Invariant: a replica's bit is set in a key's mask if and only if the key is in that replica's view,
-in whatever tier. A key that nobody holds has no entry, so memory is bounded by what replicas hold.
+Invariant: of a replica that is followed exactly, what it holds is found and nothing else. One that
+is rough (`cluster.routing.view`), because memory is short (`cluster.routing.memory`), may seem to
+hold a block that it does not, now and then. A key that nobody holds has no entry.
 
 The index is a set of facts from streams that may be ahead of or behind one another: a chain may
 have holes, so it is walked from its start and never bisected.
@@ -16,9 +17,9 @@ from operator import and_, not_, xor
 import numpy as np
 from numpy.typing import NDArray
 
-from cache.events import BlockKey, KeySet, Tier
-
-_Masks = dict[BlockKey, int]
+from cache.events import BlockKey
+from cluster.routing.memory import DEFAULT_BYTES, CappedStore
+from cluster.routing.view import IndexView
 
 _KEYS_AT_ONCE = 64
 """A walk looks so many blocks up before it asks whether anybody is left."""
@@ -26,58 +27,32 @@ _POWERS = [1 << bit for bit in range(48)]
 _WEIGHTS = np.array(_POWERS, np.float64)
 
 
-class IndexView(KeySet):
-    """One replica's key set, with its digest, that keeps the shared masks in step with it."""
-
-    def __init__(self, replica_id: str, masks: _Masks, bit: int) -> None:
-        super().__init__()
-        self.replica_id = replica_id
-        self._masks = masks
-        self._bit = bit
-
-    def add(self, key: BlockKey, tier: Tier) -> bool:
-        if not super().add(key, tier):
-            return False
-        self._masks[key] = self._masks.get(key, 0) | self._bit
-        return True
-
-    def remove(self, key: BlockKey, tier: Tier) -> bool:
-        if not super().remove(key, tier):
-            return False
-        if key not in self:
-            self._forget(key)
-        return True
-
-    def clear(self) -> None:
-        for key, _ in self:
-            self._forget(key)
-        super().clear()
-
-    def detach(self) -> None:
-        """Leaves the index for good: what still arrives for this view changes nothing there."""
-        self.clear()
-        self._masks = {}
-
-    def _forget(self, key: BlockKey) -> None:
-        mask = self._masks.get(key, 0) & ~self._bit
-        if mask:
-            self._masks[key] = mask
-        else:
-            self._masks.pop(key, None)
-
-
 class PrefixIndex:
-    """Block key to a bitmask of the replicas that hold it, in the slots that they occupy."""
+    """Block key to the replicas that hold it, in the slots that they occupy."""
 
-    def __init__(self) -> None:
-        self._masks: _Masks = {}
+    def __init__(self, max_bytes: int = DEFAULT_BYTES) -> None:
         self._slots: list[IndexView | None] = []
         self._slot_of: dict[str, int] = {}
         self._free_slots: list[int] = []
+        self._store = CappedStore(self._slots, max_bytes)
 
     def __len__(self) -> int:
-        """Distinct keys held by at least one replica."""
-        return len(self._masks)
+        """Distinct keys held by at least one replica that is followed exactly."""
+        return len(self._store.masks)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes. O(replicas)."""
+        return self._store.num_bytes
+
+    @property
+    def num_rough(self) -> int:
+        """Replicas that are known by a Bloom filter only."""
+        return self._store.num_rough
+
+    def limit(self, max_bytes: int) -> None:
+        """From now on it takes no more than that. A lower one is reached over the next changes."""
+        self._store.limit(max_bytes)
 
     def view(self, replica_id: str) -> IndexView:
         """The replica's key set, empty at the first call. Feed it the replica's events."""
@@ -86,7 +61,7 @@ class PrefixIndex:
             slot = self._free_slots.pop() if self._free_slots else len(self._slots)
             if slot == len(self._slots):
                 self._slots.append(None)
-            self._slots[slot] = IndexView(replica_id, self._masks, 1 << slot)
+            self._slots[slot] = IndexView(replica_id, self._store, slot)
             self._slot_of[replica_id] = slot
         view = self._slots[slot]
         assert view is not None
@@ -102,6 +77,7 @@ class PrefixIndex:
         view.detach()
         self._slots[slot] = None
         self._free_slots.append(slot)
+        self._store.balance()
 
     def slot(self, replica_id: str) -> int:
         """The replica's place in `depths`, until it is removed. Raises `KeyError`."""
@@ -115,6 +91,15 @@ class PrefixIndex:
 
     def depths(self, keys: Sequence[BlockKey], size: int) -> NDArray[np.float64]:
         """`match` by slot: `[size]`, whole numbers, 0 for none. `size` covers all slots."""
+        depths = self._exact_depths(keys, size)
+        columns = self._store.columns
+        if columns is not None:
+            rough = columns.depths(keys).take(self._store.column_of(size))
+            # While a rough replica is loaded to be exact, both know something of it.
+            np.maximum(depths, rough, out=depths)
+        return depths
+
+    def _exact_depths(self, keys: Sequence[BlockKey], size: int) -> NDArray[np.float64]:
         alive = self._walk(keys)
         if not alive:
             return np.zeros(size)
@@ -132,8 +117,8 @@ class PrefixIndex:
 
     def _walk(self, keys: Sequence[BlockKey]) -> list[int]:
         """For each block, the replicas that hold it and all before it, up to the first block that
-        leaves none."""
-        get = self._masks.get
+        leaves none. Of exact ones alone."""
+        get = self._store.masks.get
         alive: list[int] = []
         for start in range(0, len(keys), _KEYS_AT_ONCE):
             masks = [get(key, 0) for key in keys[start : start + _KEYS_AT_ONCE]]
@@ -145,15 +130,9 @@ class PrefixIndex:
         return alive
 
     def check_integrity(self) -> None:
-        """Recomputes all masks from the views. For tests and idle time: O(keys held)."""
-        masks: _Masks = {}
-        for slot, view in enumerate(self._slots):
-            for key, _ in view or ():
-                masks[key] = masks.get(key, 0) | 1 << slot
-        assert masks == self._masks
-        occupied = {
-            view.replica_id: slot for slot, view in enumerate(self._slots) if view is not None
-        }
+        """Recomputes masks and columns from the views. For tests and idle time: O(keys held)."""
+        self._store.check_integrity()
+        occupied = {view.replica_id: view.slot for view in self._slots if view is not None}
         assert occupied == self._slot_of
         assert sorted(self._free_slots) == [
             slot for slot, view in enumerate(self._slots) if view is None

@@ -17,6 +17,8 @@ tokens do. Then, under the policy `prefix`:
   knows of them, whichever ingresses they come through. And what a request of ours that is on its
   way there will leave in a cache counts as if it were there already. A prefix that nobody else
   asks for is placed as one without a cache would be, but for the hash among equals.
+- A request of a session is hashed by that alone: among equals, and where its prefix is cold, it
+  goes where the others of its session do.
 """
 
 from bisect import bisect_left
@@ -31,8 +33,9 @@ from numpy.typing import NDArray
 from cache.events import BlockKey
 from cluster.routing import rendezvous
 from cluster.routing.decision import Candidate, Decision, NoReplica, Reason, RouteRequest
-from cluster.routing.index import IndexView, PrefixIndex
+from cluster.routing.index import PrefixIndex
 from cluster.routing.score import PACE_STEPS, CostTable, Fleet, Rates, ReplicaLoad, Seconds
+from cluster.routing.view import IndexView
 from configs.shoal import RouterConfig
 from engine.wire import LoadReport
 
@@ -81,7 +84,7 @@ class Router:
 
     def __init__(self, config: RouterConfig, ingress_id: str) -> None:
         self.config = config
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(config.index_memory_bytes)
         self._ingress_id = ingress_id
         self._fleet = Fleet(_default_rates(config))
         self._table = CostTable()
@@ -96,6 +99,7 @@ class Router:
         """Takes effect with the next request; default rates with each replica's next report."""
         self.config = config
         self._fleet.default = _default_rates(config)
+        self.index.limit(config.index_memory_bytes)
 
     # ------------------------------------------------------------ replicas
 
@@ -179,8 +183,8 @@ class Router:
             case "prefix":
                 slot, reason = self._by_prefix(survey)
             case "least_backlog":
-                name = request.request_id.encode()
-                slot, reason = self._least(survey, survey.blind_s, name), Reason.LEAST_WAIT
+                item = request.session or request.request_id.encode()
+                slot, reason = self._least(survey, survey.blind_s, item), Reason.LEAST_WAIT
             case "round_robin":
                 slots = np.flatnonzero(survey.allowed)
                 self._turn += 1
@@ -216,8 +220,8 @@ class Router:
             return self._cold(survey, keys[first - 1])
         if first:
             self._expected.pop(keys[first - 1], None)
-        item = survey.request.request_id.encode()
-        if most_blocks < len(keys):
+        item = survey.request.session or survey.request.request_id.encode()
+        if most_blocks < len(keys) and not survey.request.session:
             # Prompts that go on alike beyond what is cached should meet, as cold ones do.
             item = keys[min(most_blocks + cold_blocks, len(keys)) - 1]
         slot = self._least(survey, survey.cost_s, item)
@@ -251,6 +255,7 @@ class Router:
         slot = self._expect(survey, item)
         if slot is not None and survey.cost_s[slot] <= _PATIENCE * survey.cost_s.min():
             return slot, Reason.FOLLOWS
+        item = survey.request.session or item
         slot = self._least(survey, survey.blind_s, item)
         weights = rendezvous.weights(self._table.seed, rendezvous.point(item)) * survey.allowed
         return slot, Reason.COLD if slot == weights.argmax() else Reason.COLD_OVERFLOW

@@ -68,12 +68,14 @@ class Deployed(Live):
         deployment = self.serve_details()[f"engine-{model}"]["deployments"]["Supervisor"]
         return int(deployment["target_num_replicas"])
 
-    def deploy(self, **changes: Any) -> dict[str, Any]:
+    def deploy(self, *, wait: bool = True, **changes: Any) -> dict[str, Any]:
         """Deploys the last configuration with these changes; returns what was said of it."""
         self.config |= changes
         path = self.folder / "shoal.yaml"
         path.write_text(json.dumps(self.config))
-        said: dict[str, Any] = json.loads(self.run(str(path), "--json").stdout)
+        said: dict[str, Any] = json.loads(
+            self.run(str(path), "--json", *([] if wait else ["--no-wait"])).stdout
+        )
         return said
 
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cache.events import KeySet, Removed, Stored, Tier
-from engine.stream import Need, StreamFollower, StreamLog, to_delta
+from engine.stream import Need, StreamCounts, StreamFollower, StreamLog, to_delta
 from engine.wire import BlocksRemoved, BlocksStored, SnapshotChunk, StreamFrame
 
 
@@ -118,3 +118,46 @@ class StreamMachine(RuleBasedStateMachine):
 
 StreamMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestStreamMachine = StreamMachine.TestCase
+
+
+def test_a_follower_counts_what_it_has_been_through() -> None:
+    log, counts = StreamLog(incarnation=7, replay_frames=6), StreamCounts()
+    follower = StreamFollower(7, counts=counts)
+
+    def load() -> None:
+        for chunk in log.snapshot(2):
+            follower.on_snapshot(chunk)
+
+    load()
+    assert (counts.snapshots, counts.gaps) == (1, 0)
+    log.append(to_delta([Stored(key(1), key(0))]))
+    for number in (2, 3):
+        follower.on_frame(log.append(to_delta([Stored(key(number), key(0))])))
+    follower.on_replay(log.since(follower.sequence + 1) or ())
+    assert (counts.gaps, counts.replays, follower.in_sync) == (1, 1, True)
+    log.keys.add(key(9), Tier.DEVICE)
+    follower.on_frame(log.append(to_delta([])))
+    assert (counts.mismatches, follower.need) == (1, Need.SNAPSHOT)
+    load()
+    follower.keys.wants_snapshot = True
+    follower.on_frame(log.append(to_delta([])))
+    assert (counts.refreshes, follower.need) == (1, Need.SNAPSHOT)
+    assert counts == StreamCounts(gaps=1, replays=1, snapshots=2, mismatches=1, refreshes=1)
+    assert StreamFollower(8, counts=counts).counts is counts
+
+
+def test_a_replay_that_comes_while_a_snapshot_is_loaded_changes_nothing() -> None:
+    log, follower = StreamLog(incarnation=7, replay_frames=6), StreamFollower(7)
+    for chunk in log.snapshot(2):
+        follower.on_snapshot(chunk)
+    log.append(to_delta([Stored(key(number), key(0)) for number in range(1, 7)]))
+    follower.on_frame(log.append(to_delta([Removed(key(1))])))
+    frames = log.since(follower.sequence + 1) or ()
+    first, *rest = log.snapshot(2)
+    follower.on_snapshot(first)
+    follower.on_replay(frames)
+    assert not follower.in_sync
+    for chunk in rest:
+        follower.on_snapshot(chunk)
+    assert follower.in_sync
+    assert {item for item, _ in follower.keys} == {key(number) for number in range(2, 7)}

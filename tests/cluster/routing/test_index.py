@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cache.events import BlockKey, KeySet, Stored, Tier
 from cache.keys import key_root
-from cluster.routing.index import IndexView, PrefixIndex
+from cluster.routing.index import PrefixIndex
+from cluster.routing.view import IndexView
 from engine.stream import StreamFollower, StreamLog, to_delta
 from engine.wire import BlocksRemoved, CacheDelta
 from tests.cluster.routing.rig import chain, key
