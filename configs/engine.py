@@ -217,6 +217,9 @@ class EngineConfig(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = restart(
         "auto", "Weights and KV; 'auto' is the checkpoint's own."
     )
+    cuda_graphs: bool = restart(
+        True, "On a GPU, replay decode steps from graphs; off, launch every step op by op."
+    )
     threads: Annotated[int, Field(ge=1, le=1024)] | None = restart(
         None,
         "CPU threads of the engine; none: under `shoal serve` an equal share of the cores, on a "

@@ -23,6 +23,7 @@ from engine.kernels.batch import AttentionBatch, SequenceSlice
 from engine.kernels.ops import select_ops
 from engine.models.device import usable_device
 from engine.models.device_memory import DeviceMemory, device_memory
+from engine.models.graphs import with_graphs
 from engine.models.host_memory import HostMemory
 from engine.models.kv_cache import KVCache, device_share, plan_num_blocks, plan_num_slots
 from engine.models.load import ServedModel, load_model
@@ -112,29 +113,36 @@ class ModelExecutor:
                     f"{traits.max_model_len}"
                 )
             info = _described(config, folder, model)
+            # Of several ranks each would have to capture what it tells the others.
+            has_graphs = config.cuda_graphs and shard.count == 1
+            graph_seqs = config.scheduler.max_num_seqs if has_graphs else 0
             if share is None or memory is None:
                 num_blocks = plan_num_blocks(traits, config.cache, device)
                 info = replace(info, num_blocks=num_blocks)
             else:
                 progress("running the largest step, to see how much memory is left for KV")
-                scratch = cls._over_scratch(model, info)
+                scratch = cls._over_scratch(model, info, graph_seqs)
                 sized = sized_by_share(scratch, config, share, memory)
                 # A block is a block on every rank.
                 num_blocks = collectives.least(sized.num_blocks)
                 info = replace(sized, num_blocks=num_blocks, num_slots=info.num_slots)
                 del scratch
             cache = KVCache(traits, info.num_blocks, info.block_size, device)
+            served = with_graphs(model, cache, graph_seqs, progress)
         except BaseException:
             model.close()
             raise
-        return cls(model, cache, info, isolates_faults=shard.count == 1)
+        return cls(served, cache, info, isolates_faults=shard.count == 1)
 
     @classmethod
-    def _over_scratch(cls, model: ServedModel, info: ExecutorInfo) -> "ModelExecutor":
-        """For `sized_by_share`."""
+    def _over_scratch(
+        cls, model: ServedModel, info: ExecutorInfo, graph_seqs: int
+    ) -> "ModelExecutor":
+        """For `sized_by_share`, with graphs of its own, so that their memory is counted."""
         info = replace(info, num_blocks=SCRATCH_BLOCKS, num_slots=0)
         cache = KVCache(model.traits, info.num_blocks, info.block_size, model.device)
-        return cls(model, cache, info, isolates_faults=False)
+        served = with_graphs(model, cache, graph_seqs)
+        return cls(served, cache, info, isolates_faults=False)
 
     @property
     def info(self) -> ExecutorInfo:
