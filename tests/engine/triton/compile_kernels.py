@@ -53,7 +53,6 @@ class Compiler:
 
 def compile_all(ops):
     for dtype, cache_dtype, dim in (
-        (torch.bfloat16, None, 128),
         (torch.float16, None, 80),
         (torch.bfloat16, torch.float8_e4m3fn, 256),
         (torch.float32, None, 256),
