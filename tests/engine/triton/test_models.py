@@ -77,16 +77,16 @@ def greedy(model, steps, padded=None):
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3", "olmo2"])
 def test_greedy_tokens_are_the_same(name, monkeypatch):
-    found = greedy(load(name, TritonOps(DEVICE), monkeypatch), 6)
-    assert found == greedy(load(name, TorchOps(), monkeypatch), 6)
-    assert found[0] == reference_greedy(name, prompts()[0], 6)
+    found = greedy(load(name, TritonOps(DEVICE), monkeypatch), 4)
+    assert found == greedy(load(name, TorchOps(), monkeypatch), 4)
+    assert found[0] == reference_greedy(name, prompts()[0], 4)
 
 
 @pytest.mark.parametrize("ops", [TritonOps(DEVICE), TorchOps()], ids=["triton", "torch"])
 def test_a_padded_batch_gives_the_same_tokens(ops, monkeypatch):
-    model = load("qwen3", ops, monkeypatch)
+    expected = greedy(load("qwen3", TorchOps(), monkeypatch), 3)
     padded = PaddedDecodeBatch.allocate(5, 9, BLOCK_SIZE, DEVICE)
-    assert greedy(model, 4, padded) == greedy(model, 4)
+    assert greedy(load("qwen3", ops, monkeypatch), 3, padded) == expected
 
 
 def test_a_transformers_model_attends_by_the_kernels(monkeypatch):
