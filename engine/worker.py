@@ -17,7 +17,6 @@ from typing import Self
 import zmq
 
 from configs.engine import EngineConfig
-from engine.collectives import TorchCollectives
 from engine.executors.messages import (
     Connect,
     Done,
@@ -32,8 +31,6 @@ from engine.executors.messages import (
     encode,
     socket_address,
 )
-from engine.executors.model import ModelExecutor
-from engine.models.sharding import Shard
 
 logger = logging.getLogger(__name__)
 
@@ -78,15 +75,21 @@ def main() -> int:
     threading.Thread(target=_watch_parent, args=(folder,), daemon=True).start()
     with _Link(rank, folder) as link:
         try:
-            _serve(Shard(rank, config.tensor_parallel_size), config, folder, link)
+            _serve(rank, config, folder, link)
         except Exception as error:
             logger.exception("this rank cannot go on")
             link.send(Failed(str(error) or type(error).__name__))
     return 1
 
 
-def _serve(shard: Shard, config: EngineConfig, folder: Path, link: _Link) -> None:
-    executor = ModelExecutor.load(config, collectives=TorchCollectives(shard, folder, link.meet))
+def _serve(rank: int, config: EngineConfig, folder: Path, link: _Link) -> None:
+    # Only now: torch takes seconds, in which rank 0 may end already.
+    from engine.collectives import TorchCollectives
+    from engine.executors.model import ModelExecutor
+    from engine.models.sharding import Shard
+
+    collectives = TorchCollectives(Shard(rank, config.tensor_parallel_size), folder, link.meet)
+    executor = ModelExecutor.load(config, collectives=collectives)
     info = executor.info
     gc.collect()
     gc.freeze()

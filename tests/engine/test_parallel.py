@@ -1,12 +1,7 @@
-"""Two ranks are one engine: its tokens are those of one process, whatever happens to a request, and
-whichever process ends, the others end too."""
+"""Two ranks are one engine: its tokens are those of one process, whatever happens to a request."""
 
 import asyncio
-import os
 import random
-import signal
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,48 +11,30 @@ import pytest
 import torch
 import transformers
 
-from configs.engine import CacheConfig, EngineConfig, SchedulerConfig
+from configs.engine import CacheConfig, SchedulerConfig
 from engine.attempt import EngineRequest
 from engine.client import EngineClient
 from engine.collectives import TorchCollectives
-from engine.core import EngineCore
-from engine.errors import EngineLost, ModelRefused, RankLost
+from engine.errors import ModelRefused, RankLost
 from engine.executors import parallel
 from engine.executors.messages import Ready
 from engine.executors.model import ModelExecutor
 from engine.executors.parallel import ParallelExecutor
 from engine.kernels.batch import AttentionBatch, SequenceSlice
-from engine.launcher import LocalEngine
 from engine.models.kv_cache import KVCache
 from engine.models.load import ServedModel, load_model
 from engine.plan import Slice, Start, StepPlan
 from engine.wire import SamplingParams
-from engine.worker_launcher import LocalWorker, LocalWorkerLauncher
 from tests.engine import test_equality as equality
-from tests.engine.ranks import on_ranks
-from tests.engine.rig import running_engine, wait_until
-from tests.engine.test_equality import LENGTHS, NUM_BLOCKS, Subject, greedy, seeded
+from tests.engine.ranks import config_of, on_ranks
+from tests.engine.rig import running_engine
+from tests.engine.test_equality import LENGTHS, Subject, greedy, seeded
 from tests.engine.wire_rig import with_client
 from tests.tiny_models import reference_module, save_tiny_model, tiny_model
 
 pytestmark = pytest.mark.timeout(180)
 
 CPU = torch.device("cpu")
-END_S = 5.0
-"""Within it all processes of an engine are gone."""
-
-
-def config_of(folder: Path, **fields: Any) -> EngineConfig:
-    given: dict[str, Any] = {
-        "model": str(folder),
-        "device": "cpu",
-        "dtype": "float32",
-        # Matrices this small gain nothing from a second thread.
-        "threads": 1,
-        "tensor_parallel_size": 2,
-        "cache": CacheConfig(num_blocks=NUM_BLOCKS, host_memory_bytes=16 << 20),
-    }
-    return EngineConfig.model_validate(given | fields)
 
 
 # ------------------------------------------------------------ equal to one process
@@ -251,122 +228,6 @@ def answers(
     return found
 
 
-# ------------------------------------------------------------ one ends, all end
-
-
-def children(pid: int) -> list[int]:
-    text = "".join((task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir())
-    return [int(child) for child in text.split()]
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return True
-
-
-def folder_of(worker: int) -> Path:
-    """The folder that its ranks share."""
-    return Path(Path(f"/proc/{worker}/cmdline").read_text().split("\0")[-2])
-
-
-class Launcher(LocalWorkerLauncher):
-    """Starts a worker with another configuration, or kills it at once."""
-
-    def __init__(self, kill: bool = False, **changes: Any) -> None:
-        self.kill = kill
-        self.changes = changes
-        self.worker: LocalWorker
-
-    def start(self, rank: int, config: EngineConfig, folder: Path) -> LocalWorker:
-        self.worker = super().start(rank, config.model_copy(update=self.changes), folder)
-        if self.kill:
-            os.kill(self.worker.pid, signal.SIGKILL)
-        return self.worker
-
-
-@pytest.fixture
-def engine() -> Iterator[LocalEngine]:
-    with LocalEngine.start(config_of(tiny_model("llama"))) as engine:
-        yield engine
-
-
-def test_a_killed_worker_ends_the_engine_and_its_clients_are_told(engine: LocalEngine) -> None:
-    (worker,) = children(engine.pid)
-    folder = folder_of(worker)
-
-    async def use(client: EngineClient) -> None:
-        params = SamplingParams(max_tokens=900, ignore_eos=True)
-        stream = await client.add(EngineRequest([5, 6, 7], params))
-        await anext(stream)
-        os.kill(worker, signal.SIGKILL)
-        with pytest.raises(EngineLost):
-            async for _ in stream:
-                pass
-
-    began_s = time.monotonic()
-    with_client(engine, use)
-    wait_until(lambda: not engine.alive(), END_S)
-    assert time.monotonic() - began_s < END_S
-    assert engine._process.returncode == 1
-    assert is_gone(worker)
-    assert not folder.exists()
-
-
-def test_a_worker_that_is_killed_between_two_steps_is_noticed_too() -> None:
-    launcher = Launcher()
-    config = config_of(tiny_model("llama"))
-    core = EngineCore(config, ParallelExecutor.load(config, launcher=launcher))
-    killer = threading.Timer(0.3, os.kill, (launcher.worker.pid, signal.SIGKILL))
-    killer.start()
-    with pytest.raises(RankLost, match="rank 1: its process ended with code -9"):
-        core.run()
-
-
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
-def test_workers_end_with_their_engine(engine: LocalEngine, number: int) -> None:
-    (worker,) = children(engine.pid)
-    folder = folder_of(worker)
-    assert folder.stat().st_mode & 0o777 == 0o700
-    os.kill(engine.pid, number)
-    wait_until(lambda: not engine.alive() and is_gone(worker), END_S)
-    wait_until(lambda: not folder.exists(), END_S)
-    assert engine._process.returncode == (-number if number == signal.SIGKILL else 0)
-
-
-@pytest.mark.parametrize(
-    ("launcher", "reason"),
-    [
-        (Launcher(model="/no/such/model"), "rank 1: .*/no/such/model"),
-        (Launcher(kill=True), "rank 1: its process ended with code -9"),
-    ],
-)
-def test_a_rank_that_cannot_load_says_why(launcher: Launcher, reason: str) -> None:
-    with pytest.raises(RankLost, match=reason):
-        ParallelExecutor.load(config_of(tiny_model("llama")), launcher=launcher)
-    assert is_gone(launcher.worker.pid)
-
-
-def test_a_model_that_cannot_be_shared_out_leaves_no_worker() -> None:
-    launcher = Launcher()
-    with pytest.raises(ModelRefused, match="does not divide the model's 4 attention heads"):
-        ParallelExecutor.load(
-            config_of(tiny_model("llama"), tensor_parallel_size=3), launcher=launcher
-        )
-    assert is_gone(launcher.worker.pid)
-
-
-def test_ranks_have_equal_memory(executor: ParallelExecutor) -> None:
-    blocks, slots = executor.info.num_blocks, executor.info.num_slots
-    parallel._check_equal(executor.info, [Ready(blocks, slots)])
-    text = f"rank 0 has {blocks} KV blocks and {slots} slots of host memory, and rank 2 8 and 0"
-    with pytest.raises(RankLost, match=text):
-        parallel._check_equal(executor.info, [Ready(blocks, slots), Ready(8, 0)])
-
-
 # ------------------------------------------------------------ failures of all, and of one
 
 
@@ -375,6 +236,14 @@ def plan(step: int, run_id: int, token_ids: tuple[int, ...], block: int) -> Step
     start = Start(run_id, token_ids, len(token_ids), SamplingParams(max_tokens=9), ())
     item = Slice(run_id, 0, len(token_ids), (block,), True)
     return StepPlan(step=step, ended=(), copies=(), starts=(start,), slices=(item,))
+
+
+def test_ranks_have_equal_memory(executor: ParallelExecutor) -> None:
+    blocks, slots = executor.info.num_blocks, executor.info.num_slots
+    parallel._check_equal(executor.info, [Ready(blocks, slots)])
+    text = f"rank 0 has {blocks} KV blocks and {slots} slots of host memory, and rank 2 8 and 0"
+    with pytest.raises(RankLost, match=text):
+        parallel._check_equal(executor.info, [Ready(blocks, slots), Ready(8, 0)])
 
 
 def test_a_run_that_no_rank_can_compute_fails_alone(executor: ParallelExecutor) -> None:
