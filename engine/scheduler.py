@@ -285,6 +285,8 @@ class Scheduler:
         """Plans a waiting request's first slice after what was found of it. False if there is no
         room for it now."""
         table, start = found.table, found.num_blocks * self.block_size + found.num_copied
+        # Before the table grows.
+        is_loaded = found.num_loaded > 0
         request.num_planned_tokens = start
         length = self._length(request, draft)
         first = len(table.block_ids)
@@ -300,7 +302,7 @@ class Scheduler:
         if found.num_copied:
             draft.copies.append((found.source, fresh[0]))
             self.counts.copied_tokens += found.num_copied
-        if found.num_loaded and found.slots is not None and request.run_id is not None:
+        if is_loaded and found.slots is not None and request.run_id is not None:
             draft.loads += self._found.load(table, found.slots, first)
             draft.work[request.run_id].slots = found.slots
         return True

@@ -62,6 +62,13 @@ def test_what_the_device_has_given_up_comes_back_from_the_host() -> None:
     assert tiers_of(rig).counts.saved == 6, "what the host has is not saved again"
 
 
+def test_what_only_the_device_has_is_not_counted_as_loaded() -> None:
+    rig = Rig(16, num_slots=1)
+    run(rig, "one", PROMPT)
+    assert run(rig, "longer", [*PROMPT[:12], *range(30, 39)]) == 12
+    assert tiers_of(rig).counts.loaded == 0
+
+
 def test_the_last_blocks_of_a_request_that_has_ended_are_saved_too() -> None:
     rig = Rig(16, num_slots=16)
     rig.add("one", PROMPT[:8], sampling(1))
