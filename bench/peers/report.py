@@ -17,6 +17,7 @@ OURS = "shoal"
 TITLES = {
     "shoal": "Shoal",
     "vllm": "vLLM",
+    "vllm_all_cores": "vLLM, all cores",
     "vllm_eager": "vLLM, eager",
     "llamacpp": "llama.cpp",
 }

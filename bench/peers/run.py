@@ -55,12 +55,13 @@ def set_up(root: Path, threads: int, outcome: Outcome, progress: Progress) -> li
     entries = [Entry(Shoal(threads))]
     try:
         environment = install(VLLM, root, progress)
-        for is_eager in (False, True):
-            log = root / f"vllm{'-eager' if is_eager else ''}.log"
-            engine = Vllm(environment, folder, threads, log, is_eager)
-            entries.append(Entry(engine, only_ready=is_eager))
+        for number, kind in enumerate(({}, {"has_all_cores": True}, {"is_eager": True})):
+            log = root / f"vllm-{number}.log"
+            engine = Vllm(environment, folder, threads, log, **kind)
+            entries.append(Entry(engine, only_ready=engine.is_eager))
     except PeerMissing as reason:
-        outcome.missing |= {"vllm": str(reason), "vllm_eager": str(reason)}
+        names = ("vllm", "vllm_all_cores", "vllm_eager")
+        outcome.missing |= dict.fromkeys(names, str(reason))
     try:
         binaries = llama_binaries(install(LLAMA_CPP, root, progress))
         model = llama_model(binaries, root, progress)

@@ -33,10 +33,15 @@ class Vllm:
     log: Path
     is_eager: bool = False
     """Without compilation: it starts faster."""
+    has_all_cores: bool = False
+    """It computes on all `threads` cores. As it comes it keeps one free for its own processes, of
+    two that is half: one stream is faster so, and prefill slower."""
 
     @property
     def name(self) -> str:
-        return "vllm_eager" if self.is_eager else "vllm"
+        if self.is_eager:
+            return "vllm_eager"
+        return "vllm_all_cores" if self.has_all_cores else "vllm"
 
     @property
     def flags(self) -> Mapping[str, str]:
@@ -49,12 +54,12 @@ class Vllm:
 
     def _environment(self) -> dict[str, str]:
         cores = sorted(os.sched_getaffinity(0))[: self.threads]
+        binding = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
         return {
             "VLLM_CPU_KVCACHE_SPACE": str(_KV_GIB),
-            # Left alone it keeps a core free, which leaves it one of two.
-            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            **(binding if self.has_all_cores else {}),
         }
 
     @contextmanager

@@ -150,4 +150,7 @@ def test_vllm_names_all_it_sets():
         "bfloat16",
     )
     assert flags["VLLM_CPU_KVCACHE_SPACE"] == "4"
-    assert "," not in flags["VLLM_CPU_OMP_THREADS_BIND"]
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in flags
+    bound = Vllm(Path("env"), Path("model"), 1, Path("log"), has_all_cores=True)
+    assert bound.name == "vllm_all_cores"
+    assert bound.flags["VLLM_CPU_OMP_THREADS_BIND"].isdigit()

