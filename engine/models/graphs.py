@@ -12,7 +12,6 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
 
 import torch
 
@@ -91,7 +90,7 @@ class DecodeGraphs:
         self._logits = torch.zeros(sizes[-1], model.traits.vocab_size, device=device)
         self._graphs: dict[int, _Graph] = {}
         # The largest first: the others fit into the memory that it takes.
-        for number, size in zip(count(1), reversed(sizes), strict=False):
+        for number, size in enumerate(reversed(sizes), start=1):
             progress(f"capturing decode graphs: {number} of {len(sizes)}")
             self._graphs[size] = self._captured(size, capture)
         self._sizes = sizes
