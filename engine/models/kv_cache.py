@@ -31,12 +31,14 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.storage = torch.zeros(
+        self.storage = torch.empty(
             (traits.num_layers, 2, num_blocks, traits.num_kv_heads, block_size, traits.head_dim),
             dtype=getattr(torch, traits.dtype),
             device=device,
         )
+        # Between the two: memory that has been written to keeps its small pages.
         advise_huge_pages(self.storage)
+        self.storage.zero_()
         self._ops = select_ops(device)
         self.layers = [(layer[0], layer[1]) for layer in self.storage]
 

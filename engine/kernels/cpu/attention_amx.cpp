@@ -3,9 +3,10 @@
 // Invariant: the same result as the plain kernel's but for one rounding: weights are bfloat16 when
 // they are multiplied with values (their sum is not).
 //
-// Scores are computed transposed, keys * queries^T: keys are then the first operand, which is read
-// from the cache as it lies, and a vector register holds one key's scores of 16 queries, so that
-// softmax needs nothing across lanes.
+// All is computed transposed. Scores are keys * queries^T: keys are then the first operand, which is
+// read from the cache as it lies, and a vector register holds one key's scores of 16 queries, so that
+// softmax needs nothing across lanes. Results are values^T * weights, where two keys' weights side by
+// side are the second operand as they come out of it: only values are turned, once for all queries.
 
 #include "attention.h"
 
@@ -20,9 +21,9 @@ namespace shoal {
 
 namespace {
 
-constexpr int64_t kChunk = 128;  // keys between two updates of the sums
+constexpr int64_t kChunk = 256;  // keys between two updates of the sums
 constexpr int64_t kRows = 16;
-constexpr int64_t kTile = 256;   // float32 elements, or pairs of bfloat16
+constexpr int64_t kTile = 256;  // float32 elements, or pairs of bfloat16
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
 __m512 softcap16(__m512 x, float cap) {
@@ -39,8 +40,12 @@ __m512i interleave(__m256i even, __m256i odd) {
                          _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
 }
 
+// The same of float32, rounded to nearest, up from the middle: half as long as the instruction that
+// rounds to even.
 __m512i round_pair(__m512 even, __m512 odd) {
-  return interleave((__m256i)_mm512_cvtneps_pbh(even), (__m256i)_mm512_cvtneps_pbh(odd));
+  const __m512i half = _mm512_set1_epi32(0x8000);
+  const __m512i low = _mm512_srli_epi32(_mm512_add_epi32((__m512i)even, half), 16);
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_add_epi32((__m512i)odd, half));
 }
 
 // 16 x 16 of 32 bits each, in place.
@@ -86,37 +91,42 @@ class AmxSegment {
   void run(float* partials) {
     const int64_t begin = first_visible(plan_, segment_, options_.window);
     for (int64_t from = begin; from < segment_.high; from += kChunk) {
-      const int64_t count = std::min(kChunk, segment_.high - from);
-      score(from, count);
-      load_values(from, count);
-      for (int64_t tile = 0; tile < row_tiles_; ++tile) weigh(tile, from, count, from == begin);
-      // Not before all are weighed: a tile cannot be loaded from what was stored just now.
-      for (int64_t tile = 0; tile < row_tiles_; ++tile) accumulate(tile, count);
+      const Chunk chunk{from, std::min(kChunk, segment_.high - from), from == begin};
+      load_keys(chunk);
+      load_values(chunk);
+      int64_t tile = 0;
+      for (; tile + 2 <= row_tiles_; tile += 2) attend<2>(tile, chunk);
+      if (tile < row_tiles_) attend<1>(tile, chunk);
     }
     finish(partials);
   }
 
  private:
+  // Keys [from, from + count).
+  struct Chunk {
+    int64_t from, count;
+    bool first;  // of its segment
+  };
+
   // Memory of this thread, kept between segments.
   struct Memory {
     Buffer<bf16> queries, keys, values, weights;
-    Buffer<float> scores, sums, maxima, totals, row_sum;
+    Buffer<float> scores, sums, maxima, totals, result;
     Buffer<int32_t> positions;
   };
 
   void allocate() {
     static thread_local Memory memory;
     queries_ = memory.queries.reserve(row_tiles_ * key_steps_ * 2 * kTile);
-    keys_ = memory.keys.reserve(kRows * key_steps_ * 32);
+    keys_ = memory.keys.reserve(kChunk * key_steps_ * 32);
     values_ = memory.values.reserve(kChunk / 32 * value_tiles_ * 2 * kTile);
-    weights_ = memory.weights.reserve(row_tiles_ * kChunk / 32 * 2 * kTile);
-    scores_ = memory.scores.reserve(row_tiles_ * kChunk * kRows);
+    weights_ = memory.weights.reserve(2 * kChunk * kRows);
+    scores_ = memory.scores.reserve(2 * kChunk * kRows);
     sums_ = memory.sums.reserve(row_tiles_ * value_tiles_ * kTile);
     maxima_ = memory.maxima.reserve(row_tiles_ * kRows);
     totals_ = memory.totals.reserve(row_tiles_ * kRows);
-    row_sum_ = memory.row_sum.reserve(dim_);
+    result_ = memory.result.reserve(kRows * dim_);
     positions_ = memory.positions.reserve(row_tiles_ * kRows);
-    std::fill_n(sums_, row_tiles_ * value_tiles_ * kTile, 0.0f);
     std::fill_n(maxima_, row_tiles_ * kRows, kHidden);
     std::fill_n(totals_, row_tiles_ * kRows, 0.0f);
     // Padding rows look at what the last one looks at.
@@ -148,93 +158,141 @@ class AmxSegment {
     }
   }
 
-  // 16 keys from `from` as a first operand, rows `stride` elements apart.
-  const bf16* key_rows(int64_t from, int64_t& stride) {
-    if (in_place_) {
-      stride = dim_;
-      return cached(in_.keys, from);
+  // First operands [16 keys], rows `key_stride()` elements apart: from the cache as they lie, or, where
+  // a tile would reach beyond them, from a copy.
+  void load_keys(const Chunk& chunk) {
+    const int64_t stride = key_stride();
+    for (int64_t key = 0; key < chunk.count; key += kRows) {
+      if (in_place_) {
+        key_tiles_[key / kRows] = cached(in_.keys, chunk.from + key);
+        continue;
+      }
+      bf16* rows = keys_ + key * stride;
+      key_tiles_[key / kRows] = rows;
+      std::fill_n(rows, kRows * stride, bf16{0});
+      for (int64_t t = 0; t < std::min(kRows, chunk.count - key); ++t) {
+        std::copy_n(cached(in_.keys, chunk.from + key + t), dim_, rows + t * stride);
+      }
     }
-    stride = key_steps_ * 32;
-    for (int64_t t = 0; t < kRows; ++t) {
-      bf16* row = keys_ + t * stride;
-      std::fill_n(row, stride, bf16{0});
-      if (from + t < segment_.high) std::copy_n(cached(in_.keys, from + t), dim_, row);
-    }
-    return keys_;
   }
+
+  int64_t key_stride() const { return in_place_ ? dim_ : key_steps_ * 32; }
 
   const bf16* cached(const bf16* cache, int64_t place) const {
     return in_.at(cache, segment_.table[place / in_.block_size], kv_head_,
                   place % in_.block_size);
   }
 
-  // scores [row tile, key, 16 rows]
-  void score(int64_t from, int64_t count) {
-    for (int64_t key = 0; key < count; key += kRows) {
-      int64_t stride = 0;
-      const bf16* rows = key_rows(from + key, stride);
-      int64_t tile = 0;
-      for (; tile + 4 <= row_tiles_; tile += 4) score_tiles<4>(rows, stride, tile, key);
-      for (; tile + 2 <= row_tiles_; tile += 2) score_tiles<2>(rows, stride, tile, key);
-      if (tile < row_tiles_) score_tiles<1>(rows, stride, tile, key);
-    }
-  }
-
-  // N row tiles at once: a product waits for the one before it on the same tile.
+  // What the keys of a chunk add to the results of N row tiles.
   template <int N>
-  void score_tiles(const bf16* rows, int64_t stride, int64_t tile, int64_t key) {
-    _tile_zero(0);
-    if constexpr (N > 1) _tile_zero(1);
-    if constexpr (N > 2) _tile_zero(2);
-    if constexpr (N > 3) _tile_zero(3);
-    const auto query = [&](int64_t index, int64_t step) {
-      return queries_ + ((tile + index) * key_steps_ + step) * 2 * kTile;
-    };
-    for (int64_t step = 0; step < key_steps_; ++step) {
-      _tile_loadd(4, rows + step * 32, stride * static_cast<int64_t>(sizeof(bf16)));
-      _tile_loadd(5, query(0, step), 64);
-      _tile_dpbf16ps(0, 4, 5);
-      if constexpr (N > 1) {
-        _tile_loadd(6, query(1, step), 64);
-        _tile_dpbf16ps(1, 4, 6);
-      }
-      if constexpr (N > 2) {
-        _tile_loadd(7, query(2, step), 64);
-        _tile_dpbf16ps(2, 4, 7);
-      }
-      if constexpr (N > 3) {
-        _tile_loadd(5, query(3, step), 64);
-        _tile_dpbf16ps(3, 4, 5);
-      }
-    }
-    const auto out = [&](int64_t index) {
-      return scores_ + ((tile + index) * kChunk + key) * kRows;
-    };
-    _tile_stored(0, out(0), 64);
-    if constexpr (N > 1) _tile_stored(1, out(1), 64);
-    if constexpr (N > 2) _tile_stored(2, out(2), 64);
-    if constexpr (N > 3) _tile_stored(3, out(3), 64);
+  void attend(int64_t tile, const Chunk& chunk) {
+    int64_t key = 0;
+    for (; key + kRows < chunk.count; key += 2 * kRows) score<N, 2>(tile, key);
+    if (key < chunk.count) score<N, 1>(tile, key);
+    for (int64_t i = 0; i < N; ++i) weigh(tile + i, i, chunk);
+    int64_t value = 0;
+    for (; value + 2 <= value_tiles_; value += 2) accumulate<N, 2>(tile, value, chunk);
+    if (value < value_tiles_) accumulate<N, 1>(tile, value, chunk);
   }
 
-  // Second operands [32 keys, value tile]; nothing is read past the segment's end.
-  void load_values(int64_t from, int64_t count) {
-    const __m256i zero = _mm256_setzero_si256();
-    const bf16* rows = nullptr;  // of 16 keys, where they lie together
-    const auto row = [&](int64_t key) -> const bf16* {
-      if (key >= count) return nullptr;
-      return in_place_ ? rows + key % 16 * dim_ : cached(in_.values, from + key);
-    };
-    for (int64_t key = 0; key < round_up(count, 32); key += 2) {
-      if (in_place_ && key % 16 == 0 && key < count) rows = cached(in_.values, from + key);
-      const bf16 *even = row(key), *odd = row(key + 1);
-      bf16* tiles = values_ + key / 32 * value_tiles_ * 2 * kTile + key % 32 / 2 * 32;
-      for (int64_t tile = 0; tile < value_tiles_; ++tile) {
-        const auto load = [&](const bf16* values) {
-          if (values == nullptr) return zero;
-          return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + tile * 16));
-        };
-        _mm512_storeu_si512(tiles + tile * 2 * kTile, interleave(load(even), load(odd)));
+  // Scores [N, key, 16 rows] of K * 16 keys.
+  template <int N, int K>
+  void score(int64_t tile, int64_t key) {
+    const bf16* const* keys = key_tiles_ + key / kRows;
+    const bf16* queries = queries_ + tile * key_steps_ * 2 * kTile;
+    const int64_t next = key_steps_ * 2 * kTile;
+    multiply<K, N>(
+        key_steps_, true, key_stride() * static_cast<int64_t>(sizeof(bf16)),
+        [&](int64_t i, int64_t step) { return keys[i] + step * 32; },
+        [&](int64_t i, int64_t step) { return queries + i * next + step * 2 * kTile; },
+        [&](int64_t i, int64_t j) { return scores_ + (j * kChunk + key + i * kRows) * kRows; });
+  }
+
+  // Sums [16 elements of a value, 16 rows] of N row tiles and V tiles of elements.
+  template <int N, int V>
+  void accumulate(int64_t tile, int64_t value, const Chunk& chunk) {
+    multiply<V, N>(
+        (chunk.count + 31) / 32, chunk.first, 64,
+        [&](int64_t i, int64_t step) {
+          return values_ + (step * value_tiles_ + value + i) * 2 * kTile;
+        },
+        [&](int64_t j, int64_t step) { return weights_ + j * kChunk * kRows + step * 2 * kTile; },
+        [&](int64_t i, int64_t j) {
+          return sums_ + ((tile + j) * value_tiles_ + value + i) * kTile;
+        });
+  }
+
+  // out(i, j) = or += the sum over steps of a(i, step) * b(j, step), each one tile, I and J up to 2.
+  template <int I, int J, typename A, typename B, typename Out>
+  static void multiply(int64_t steps, bool is_new, int64_t a_stride, const A& a, const B& b,
+                       const Out& out) {
+    if (is_new) {
+      _tile_zero(0);
+      if constexpr (J > 1) _tile_zero(1);
+      if constexpr (I > 1) _tile_zero(2);
+      if constexpr (I > 1 && J > 1) _tile_zero(3);
+    } else {
+      _tile_loadd(0, out(0, 0), 64);
+      if constexpr (J > 1) _tile_loadd(1, out(0, 1), 64);
+      if constexpr (I > 1) _tile_loadd(2, out(1, 0), 64);
+      if constexpr (I > 1 && J > 1) _tile_loadd(3, out(1, 1), 64);
+    }
+    for (int64_t step = 0; step < steps; ++step) {
+      _tile_loadd(4, a(0, step), a_stride);
+      _tile_loadd(6, b(0, step), 64);
+      _tile_dpbf16ps(0, 4, 6);
+      if constexpr (J > 1) {
+        _tile_loadd(7, b(1, step), 64);
+        _tile_dpbf16ps(1, 4, 7);
       }
+      if constexpr (I > 1) {
+        _tile_loadd(5, a(1, step), a_stride);
+        _tile_dpbf16ps(2, 5, 6);
+        if constexpr (J > 1) _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, out(0, 0), 64);
+    if constexpr (J > 1) _tile_stored(1, out(0, 1), 64);
+    if constexpr (I > 1) _tile_stored(2, out(1, 0), 64);
+    if constexpr (I > 1 && J > 1) _tile_stored(3, out(1, 1), 64);
+  }
+
+  // First operands [32 keys, value tile], 16 elements by 32 keys; nothing is read past the segment's
+  // end.
+  void load_values(const Chunk& chunk) {
+    for (int64_t step = 0; step < chunk.count; step += 32) {
+      const int64_t count = std::min<int64_t>(32, chunk.count - step);
+      const auto place = [&](int64_t key) { return cached(in_.values, chunk.from + step + key); };
+      bf16* tiles = values_ + step * value_tiles_ * kRows;
+      if (in_place_) {
+        const bf16* const halves[2] = {place(0), count > 16 ? place(16) : nullptr};
+        const auto row = [&](int64_t key) { return halves[key / 16] + key % 16 * dim_; };
+        if (count == 32) {
+          turn_values(tiles, std::integral_constant<int64_t, 32>{}, row);
+        } else {
+          turn_values(tiles, count, row);
+        }
+      } else {
+        const bf16* rows[32] = {};
+        for (int64_t key = 0; key < count; ++key) rows[key] = place(key);
+        turn_values(tiles, count, [&](int64_t key) { return rows[key]; });
+      }
+    }
+  }
+
+  // Of `count` keys, where row(key) is one's value.
+  template <typename Count, typename Row>
+  void turn_values(bf16* tiles, Count count, const Row& row) {
+    for (int64_t tile = 0; tile < value_tiles_; ++tile) {
+      const auto load = [&](int64_t key) {
+        if (key >= count) return _mm256_setzero_si256();
+        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row(key) + tile * 16));
+      };
+      __m512i pairs[16];
+      for (int64_t i = 0; i < 16; ++i) pairs[i] = interleave(load(2 * i), load(2 * i + 1));
+      transpose(pairs);
+      bf16* out = tiles + tile * 2 * kTile;
+      for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(out + i * 32, pairs[i]);
     }
   }
 
@@ -255,18 +313,21 @@ class AmxSegment {
     return seen(tile, from) == 0xffff && seen(tile, from + count - 1) == 0xffff;
   }
 
-  // Scores of 16 rows to weights, as first operands [32 keys]; rescales the sums so far.
-  void weigh(int64_t tile, int64_t from, int64_t count, bool first) {
-    float* scores = scores_ + tile * kChunk * kRows;
+  // Scores of a row tile, the `place`th of those at work, to weights, as second operands [32 keys];
+  // rescales the sums so far.
+  void weigh(int64_t tile, int64_t place, const Chunk& chunk) {
+    const auto [from, count, first] = chunk;
+    float* scores = scores_ + place * kChunk * kRows;
+    bf16* weights = weights_ + place * kChunk * kRows;
     if (options_.softcap != 0.0f) cap(scores, count);
     const float scale = options_.softcap != 0.0f ? 1.0f : options_.scale;
     const __m512 hidden = _mm512_set1_ps(kHidden);
     const bool whole = all_seen(tile, from, count);
     if (!whole) {
       for (int64_t key = 0; key < count; ++key) {
-        float* place = scores + key * kRows;
-        const __m512 s = _mm512_loadu_ps(place);
-        _mm512_storeu_ps(place, _mm512_mask_blend_ps(seen(tile, from + key), hidden, s));
+        float* score = scores + key * kRows;
+        const __m512 s = _mm512_loadu_ps(score);
+        _mm512_storeu_ps(score, _mm512_mask_blend_ps(seen(tile, from + key), hidden, s));
       }
     }
     const __m512 old = _mm512_loadu_ps(maxima_ + tile * kRows);
@@ -277,36 +338,24 @@ class AmxSegment {
     const __m512 base = _mm512_mask_blend_ps(blind, maximum, _mm512_setzero_ps());
     const __m512 log2e = _mm512_set1_ps(kLog2E);
     const __m512 factor = exp2_16(_mm512_mul_ps(_mm512_sub_ps(old, base), log2e));
+    if (!first && _mm512_cmpneq_ps_mask(maximum, old) != 0) rescale(tile, factor);
     const __m512 unit = _mm512_set1_ps(scale * kLog2E), shift = _mm512_mul_ps(base, log2e);
     const __m512 zero = _mm512_setzero_ps();
     __m512 evens = _mm512_mul_ps(_mm512_loadu_ps(totals_ + tile * kRows), factor), odds = zero;
-    for (int64_t step = 0; step < count; step += 32) {
-      __m512i pairs[16];
-      for (int64_t i = 0; i < 16; ++i) {
-        const int64_t key = step + 2 * i;
-        const auto weight = [&](int64_t k) {
-          if (k >= count) return zero;
-          const __m512 s = _mm512_loadu_ps(scores + k * kRows);
-          const __m512 w = exp2_16(_mm512_fmsub_ps(s, unit, shift));
-          return whole ? w : _mm512_maskz_mov_ps(_mm512_cmpneq_ps_mask(s, hidden), w);
-        };
-        const __m512 even = weight(key), odd = weight(key + 1);
-        evens = _mm512_add_ps(evens, even);
-        odds = _mm512_add_ps(odds, odd);
-        pairs[i] = round_pair(even, odd);
-      }
-      transpose(pairs);
-      bf16* out = weights(tile, step);
-      for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(out + i * 32, pairs[i]);
+    const auto weight = [&](int64_t key) {
+      const __m512 s = _mm512_loadu_ps(scores + key * kRows);
+      const __m512 w = exp2_16_rough(_mm512_fmsub_ps(s, unit, shift));
+      return whole ? w : _mm512_maskz_mov_ps(_mm512_cmpneq_ps_mask(s, hidden), w);
+    };
+    for (int64_t key = 0; key < round_up(count, 32); key += 2) {
+      const __m512 even = key < count ? weight(key) : zero;
+      const __m512 odd = key + 1 < count ? weight(key + 1) : zero;
+      evens = _mm512_add_ps(evens, even);
+      odds = _mm512_add_ps(odds, odd);
+      _mm512_storeu_si512(weights + key * kRows, round_pair(even, odd));
     }
     _mm512_storeu_ps(maxima_ + tile * kRows, maximum);
     _mm512_storeu_ps(totals_ + tile * kRows, _mm512_add_ps(evens, odds));
-    if (!first && _mm512_cmpneq_ps_mask(maximum, old) != 0) rescale(tile, factor);
-  }
-
-  // Of 16 rows and the 32 keys from `step` on.
-  bf16* weights(int64_t tile, int64_t step) const {
-    return weights_ + (tile * kChunk + step) / 32 * 2 * kTile;
   }
 
   void cap(float* scores, int64_t count) const {
@@ -332,71 +381,29 @@ class AmxSegment {
   }
 
   void rescale(int64_t tile, __m512 factor) {
-    alignas(64) float factors[kRows];
-    _mm512_store_ps(factors, factor);
     float* sums = sums_ + tile * value_tiles_ * kTile;
-    for (int64_t value = 0; value < value_tiles_; ++value) {
-      for (int64_t row = 0; row < kRows; ++row) {
-        float* place = sums + value * kTile + row * 16;
-        _mm512_storeu_ps(place,
-                         _mm512_mul_ps(_mm512_loadu_ps(place), _mm512_set1_ps(factors[row])));
-      }
+    for (int64_t i = 0; i < value_tiles_ * kTile; i += kRows) {
+      _mm512_storeu_ps(sums + i, _mm512_mul_ps(_mm512_loadu_ps(sums + i), factor));
     }
-  }
-
-  void accumulate(int64_t tile, int64_t count) {
-    int64_t value = 0;
-    for (; value + 4 <= value_tiles_; value += 4) accumulate_tiles<4>(tile, value, count);
-    for (; value + 2 <= value_tiles_; value += 2) accumulate_tiles<2>(tile, value, count);
-    if (value < value_tiles_) accumulate_tiles<1>(tile, value, count);
-  }
-
-  // Of N value tiles at once.
-  template <int N>
-  void accumulate_tiles(int64_t tile, int64_t first, int64_t count) {
-    const auto sums = [&](int64_t index) {
-      return sums_ + (tile * value_tiles_ + first + index) * kTile;
-    };
-    _tile_loadd(0, sums(0), 64);
-    if constexpr (N > 1) _tile_loadd(1, sums(1), 64);
-    if constexpr (N > 2) _tile_loadd(2, sums(2), 64);
-    if constexpr (N > 3) _tile_loadd(3, sums(3), 64);
-    for (int64_t step = 0; step < count; step += 32) {
-      const auto values = [&](int64_t index) {
-        return values_ + (step / 32 * value_tiles_ + first + index) * 2 * kTile;
-      };
-      _tile_loadd(4, weights(tile, step), 64);
-      _tile_loadd(5, values(0), 64);
-      _tile_dpbf16ps(0, 4, 5);
-      if constexpr (N > 1) {
-        _tile_loadd(6, values(1), 64);
-        _tile_dpbf16ps(1, 4, 6);
-      }
-      if constexpr (N > 2) {
-        _tile_loadd(7, values(2), 64);
-        _tile_dpbf16ps(2, 4, 7);
-      }
-      if constexpr (N > 3) {
-        _tile_loadd(5, values(3), 64);
-        _tile_dpbf16ps(3, 4, 5);
-      }
-    }
-    _tile_stored(0, sums(0), 64);
-    if constexpr (N > 1) _tile_stored(1, sums(1), 64);
-    if constexpr (N > 2) _tile_stored(2, sums(2), 64);
-    if constexpr (N > 3) _tile_stored(3, sums(3), 64);
   }
 
   void finish(float* partials) {
-    float* sum = row_sum_;
-    for (int64_t row = 0; row < rows_; ++row) {
+    for (int64_t tile = 0; tile < row_tiles_; ++tile) {
       for (int64_t value = 0; value < value_tiles_; ++value) {
-        const float* source =
-            sums_ + (row / kRows * value_tiles_ + value) * kTile + row % kRows * 16;
-        _mm512_storeu_ps(sum + value * 16, _mm512_loadu_ps(source));
+        const float* sums = sums_ + (tile * value_tiles_ + value) * kTile;
+        __m512i elements[kRows];
+        for (int64_t i = 0; i < kRows; ++i) elements[i] = _mm512_loadu_si512(sums + i * kRows);
+        transpose(elements);
+        for (int64_t i = 0; i < kRows; ++i) {
+          _mm512_storeu_si512(result_ + i * dim_ + value * 16, elements[i]);
+        }
       }
-      finish_row(in_, options_, plan_, segment_, partials, segment_.first + row / group_,
-                 kv_head_ * group_ + row % group_, sum, maxima_[row], totals_[row]);
+      const int64_t first = tile * kRows, last = std::min(rows_, first + kRows);
+      for (int64_t row = first; row < last; ++row) {
+        finish_row(in_, options_, plan_, segment_, partials, segment_.first + row / group_,
+                   kv_head_ * group_ + row % group_, result_ + (row - first) * dim_, maxima_[row],
+                   totals_[row]);
+      }
     }
   }
 
@@ -407,7 +414,8 @@ class AmxSegment {
   const int64_t kv_head_, group_, dim_, rows_, row_tiles_, key_steps_, value_tiles_;
   const bool in_place_;
   bf16 *queries_, *keys_, *values_, *weights_;
-  float *scores_, *sums_, *maxima_, *totals_, *row_sum_;
+  const bf16* key_tiles_[kChunk / kRows];
+  float *scores_, *sums_, *maxima_, *totals_, *result_;
   int32_t* positions_;
 };
 

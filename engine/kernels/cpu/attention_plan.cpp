@@ -7,8 +7,8 @@ namespace shoal {
 
 namespace {
 
-// Rows of one segment's product: four tiles.
-constexpr int64_t kSegmentRows = 128;
+// Rows of one segment's product: enough to be worth turning the values for.
+constexpr int64_t kSegmentRows = 192;
 // Shared keys below this are not worth a merge.
 constexpr int64_t kFewestSharedTokens = 64;
 constexpr int64_t kFewestSplitTokens = 128;

@@ -96,12 +96,9 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight) {
   Team team(at::get_num_threads());
   gemm(in, stride, rows, static_cast<const bf16*>(packed.const_data_ptr()),
        packed_blocks(n, false), k, team,
-       [&](int64_t first, int64_t count, int64_t block, const float* c) {
-         const int64_t columns = std::min(kBlockColumns, n - block * kBlockColumns);
-         for (int64_t row = 0; row < count; ++row) {
-           std::copy_n(c + row * kBlockColumns, columns,
-                       result + (first + row) * n + block * kBlockColumns);
-         }
+       [&](int64_t row, int64_t block, const float* values) {
+         const int64_t column = block * kBlockColumns;
+         std::copy_n(values, std::min(kBlockColumns, n - column), result + row * n + column);
        });
 #else
   TORCH_CHECK(false, "built without the tile unit");

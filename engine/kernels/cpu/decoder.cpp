@@ -48,21 +48,18 @@ void Decoder::multiply(const Linear& weight, const T* x, int64_t stride, int64_t
   if constexpr (std::is_same_v<T, bf16>) {
     if (weight.packed.defined()) {
       gemm(x, stride, rows, data<bf16>(weight.packed), packed_blocks(weight.n, false), weight.k,
-           team, [&](int64_t first, int64_t count, int64_t block, float* c) {
+           team, [&](int64_t row, int64_t block, float* values) {
              const int64_t column = block * kBlockColumns;
-             const auto each_row = [&](auto columns) {
-               for (int64_t row = 0; row < count; ++row) {
-                 float* values = c + row * kBlockColumns;
-                 if (bias != nullptr) {
-                   for (int64_t i = 0; i < columns; ++i) values[i] += bias[column + i];
-                 }
-                 store(first + row, column, columns, values);
+             const auto store_all = [&](auto columns) {
+               if (bias != nullptr) {
+                 for (int64_t i = 0; i < columns; ++i) values[i] += bias[column + i];
                }
+               store(row, column, columns, values);
              };
              if (const int64_t left = weight.n - column; left < kBlockColumns) {
-               each_row(left);
+               store_all(left);
              } else {
-               each_row(std::integral_constant<int64_t, kBlockColumns>{});
+               store_all(std::integral_constant<int64_t, kBlockColumns>{});
              }
            });
       return;
@@ -93,19 +90,13 @@ void Decoder::gate_up(const Linear& weight, int64_t rows, Workspace& memory, Tea
   if constexpr (std::is_same_v<T, bf16>) {
     if (weight.packed.defined()) {
       gemm(x, stride, rows, data<bf16>(weight.packed), packed_blocks(weight.n, true), weight.k,
-           team, [&](int64_t first, int64_t count, int64_t block, const float* c) {
+           team, [&](int64_t row, int64_t block, const float* values) {
              const int64_t columns = std::min<int64_t>(16, shape_.intermediate - block * 16);
-             bf16* place = out + first * out_stride + block * 16;
+             bf16* place = out + row * out_stride + block * 16;
              if (columns == 16 && shape_.activation == Activation::kSilu) {
-               for (int64_t row = 0; row < count; ++row) {
-                 silu_times(c + row * kBlockColumns, place + row * out_stride);
-               }
-               return;
-             }
-             for (int64_t row = 0; row < count; ++row) {
-               const float* values = c + row * kBlockColumns;
-               activate_row(shape_.activation, values, values + 16, columns,
-                            place + row * out_stride);
+               silu_times(values, place);
+             } else {
+               activate_row(shape_.activation, values, values + 16, columns, place);
              }
            });
       return;

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 
 #include "amx.h"
@@ -24,7 +25,11 @@ constexpr int64_t kTileElements = 512;
 constexpr int64_t kBlockRows = 32;
 // Rows whose inputs stay in a core's L2 cache while the weights pass by.
 constexpr int64_t kChunkRows = 384;
-constexpr int64_t kPrefetchBytes = 4096;
+// What of the L1 cache 32 rows may take, and the blocks of columns that then pass by.
+constexpr int64_t kL1Bytes = 40 * 1024;
+constexpr int64_t kGroupBlocks = 4;
+// Cache lines of a block's weights that a step multiplies with.
+constexpr int64_t kStepLines = 32;
 
 inline int64_t packed_elements(int64_t n, int64_t k) {
   return round_up(n, kBlockColumns) * round_up(k, kStep);
@@ -55,71 +60,159 @@ inline bf16 packed_at(const bf16* packed, int64_t k, int64_t row, int64_t column
 
 #if SHOAL_AMX
 
-// c [32, 32] = a [32, k] * one block of columns; the second 16 rows only if `both`. `Ahead`: the
-// block is not in a cache yet.
-template <bool Ahead>
-inline void multiply_block(const bf16* a, int64_t a_stride, const bf16* block, int64_t steps,
-                           bool both, float* c) {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  const bf16* second = a + 16 * a_stride;
-  const auto stride = static_cast<std::ptrdiff_t>(a_stride * sizeof(bf16));
-  for (int64_t step = 0; step < steps; ++step) {
-    const bf16* b = block + step * 2 * kTileElements;
-    if constexpr (Ahead) {
+// Which operand is found in the L1 cache by the next product; the other passes by.
+enum class Stays { kRows, kWeights };
+
+// Memory that is asked for while something else is multiplied: `lines` of 64 bytes in each step.
+struct Ahead {
+  const char* next;
+  int64_t lines;
+
+  void fetch() {
+    for (int64_t line = 0; line < lines; ++line, next += 64) {
       // Into the L2 cache, whose queue of misses is longer than the L1 cache's.
-      for (int64_t line = 0; line < 32; ++line) {
-        _mm_prefetch(reinterpret_cast<const char*>(b) + kPrefetchBytes + line * 64, _MM_HINT_T1);
+      _mm_prefetch(next, _MM_HINT_T1);
+    }
+  }
+};
+
+// A macro, since a tile is named by a literal. `passes`: the L1 cache need not keep what is read.
+#define SHOAL_LOAD_TILE(passes, tile, place, stride) \
+  if constexpr (passes) {                            \
+    _tile_stream_loadd(tile, place, stride);         \
+  } else {                                           \
+    _tile_loadd(tile, place, stride);                \
+  }
+
+// Multiplies blocks of 32 rows with blocks of 32 columns, and stores each result while the next is
+// multiplied: the tile unit and the vector units work at the same time, and nothing waits for tiles
+// that were stored just now.
+template <typename Store>
+class BlockProducts {
+ public:
+  // `a` as for `gemm`; `steps`: k / 32.
+  BlockProducts(const bf16* a, int64_t a_stride, int64_t steps, const Store& store)
+      : a_(a), stride_(a_stride), steps_(steps), store_(store) {}
+
+  ~BlockProducts() { store_rest(); }
+
+  BlockProducts(const BlockProducts&) = delete;
+  BlockProducts& operator=(const BlockProducts&) = delete;
+
+  // Rows [row, row + count), count <= 32, times the columns of `block`, whose weights are given.
+  template <Stays kStays>
+  void multiply(int64_t row, int64_t count, int64_t block, const bf16* weights, Ahead& ahead) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    const bf16 *first = a_ + row * stride_, *second = first + 16 * stride_;
+    const auto stride = static_cast<std::ptrdiff_t>(stride_ * sizeof(bf16));
+    for (int64_t step = 0; step < steps_; ++step) {
+      ahead.fetch();
+      const bf16* b = weights + step * 2 * kTileElements;
+      SHOAL_LOAD_TILE(kStays == Stays::kRows, 6, b, 64);
+      SHOAL_LOAD_TILE(kStays == Stays::kWeights, 4, first + step * kStep, stride);
+      _tile_dpbf16ps(0, 4, 6);
+      store_next();
+      SHOAL_LOAD_TILE(kStays == Stays::kRows, 7, b + kTileElements, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      if (count > 16) {
+        SHOAL_LOAD_TILE(kStays == Stays::kWeights, 5, second + step * kStep, stride);
+        _tile_dpbf16ps(2, 5, 6);
+        store_next();
+        _tile_dpbf16ps(3, 5, 7);
+      } else {
+        store_next();
       }
     }
-    _tile_loadd(4, a + step * kStep, stride);
-    _tile_loadd(6, b, 64);
-    _tile_loadd(7, b + kTileElements, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    if (both) {
-      _tile_loadd(5, second + step * kStep, stride);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+    store_rest();
+    float* c = results_[turn_];
+    turn_ = 1 - turn_;
+    _tile_stored(0, c, 128);
+    _tile_stored(1, c + 16, 128);
+    if (count > 16) {
+      _tile_stored(2, c + 16 * kBlockColumns, 128);
+      _tile_stored(3, c + 16 * kBlockColumns + 16, 128);
     }
+    row_ = row;
+    left_ = count;
+    block_ = block;
+    values_ = c;
   }
-  _tile_stored(0, c, 128);
-  _tile_stored(1, c + 16, 128);
-  if (both) {
-    _tile_stored(2, c + 16 * 32, 128);
-    _tile_stored(3, c + 16 * 32 + 16, 128);
+
+ private:
+  // One row of the block before.
+  void store_next() {
+    if (left_ == 0) return;
+    store_(row_, block_, values_);
+    ++row_;
+    --left_;
+    values_ += kBlockColumns;
   }
-}
+
+  void store_rest() {
+    while (left_ != 0) store_next();
+  }
+
+  const bf16* a_;
+  const int64_t stride_, steps_;
+  const Store& store_;
+  alignas(64) float results_[2][kBlockRows * kBlockColumns];
+  int turn_ = 0;
+  int64_t row_ = 0, left_ = 0, block_ = 0;  // what is not stored yet
+  float* values_ = nullptr;
+};
+
+#undef SHOAL_LOAD_TILE
 
 // `a` is [rows, k], its memory readable up to a multiple of 32 rows and of 32 columns, padding
-// columns zero. Calls store(first_row, num_rows, block, c) for each block of the result,
-// c [num_rows, 32] float32 row by row.
+// columns zero. Calls store(row, block, c) for each row of each block of the result, c [32] float32,
+// which `store` may write to.
 template <typename Store>
 void gemm(const bf16* a, int64_t a_stride, int64_t rows, const bf16* packed, int64_t blocks,
           int64_t k, Team& team, const Store& store) {
   const int64_t steps = round_up(k, kStep) / kStep;
-  const int64_t chunks = (rows + kChunkRows - 1) / kChunkRows;
-  team.run(chunks * blocks, team.grain(chunks * blocks), [&](int64_t begin, int64_t end) {
+  const auto weights = [&](int64_t block) { return packed + block * steps * 2 * kTileElements; };
+  const bool rows_fit = kBlockRows * steps * kStep * int64_t{sizeof(bf16)} <= kL1Bytes;
+  // Threads that share a product take its columns one block at a time.
+  const int64_t group = team.count() == 1 && rows_fit ? kGroupBlocks : 1;
+  const int64_t groups = (blocks + group - 1) / group;
+  const int64_t tasks = (rows + kChunkRows - 1) / kChunkRows * groups;
+  const auto first_block = [&](int64_t task) { return task % groups * group; };
+  const auto address = [&](int64_t task) {
+    return reinterpret_cast<const char*>(weights(first_block(task)));
+  };
+  std::atomic<int64_t> next{0};
+  const auto work = [&](int64_t, int64_t) {
+    int64_t task = next++;
+    if (task >= tasks) return;
     Tiles tiles;
-    alignas(64) float c[kBlockRows * kBlockColumns];
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t chunk = task / blocks, block = task % blocks;
-      const bf16* weights = packed + block * steps * 2 * kTileElements;
-      const int64_t last = std::min(rows, (chunk + 1) * kChunkRows);
-      for (int64_t row = chunk * kChunkRows; row < last; row += kBlockRows) {
-        const int64_t count = std::min(kBlockRows, last - row);
-        const bf16* rows_in = a + row * a_stride;
-        if (row == chunk * kChunkRows) {
-          multiply_block<true>(rows_in, a_stride, weights, steps, count > 16, c);
-        } else {
-          multiply_block<false>(rows_in, a_stride, weights, steps, count > 16, c);
+    BlockProducts<Store> products(a, a_stride, steps, store);
+    Ahead{address(task), group * steps * kStepLines}.fetch();
+    while (task < tasks) {
+      // Taken before this one is done, so that its weights come meanwhile.
+      const int64_t upcoming = next++;
+      const int64_t begin = first_block(task), end = std::min(blocks, begin + group);
+      int64_t row = task / groups * kChunkRows;
+      const int64_t last_row = std::min(rows, row + kChunkRows);
+      const int64_t row_blocks = (last_row - row + kBlockRows - 1) / kBlockRows;
+      Ahead ahead{address(upcoming),
+                  upcoming < tasks ? (kStepLines + row_blocks - 1) / row_blocks : 0};
+      for (; row < last_row; row += kBlockRows) {
+        const int64_t count = std::min(kBlockRows, last_row - row);
+        for (int64_t block = begin; block < end; ++block) {
+          if (group == 1 && rows_fit) {
+            products.template multiply<Stays::kWeights>(row, count, block, weights(block), ahead);
+          } else {
+            products.template multiply<Stays::kRows>(row, count, block, weights(block), ahead);
+          }
         }
-        store(row, count, block, c);
       }
+      task = upcoming;
     }
-  });
+  };
+  team.run(std::min<int64_t>(team.count(), tasks), 1, work);
 }
 
 #endif

@@ -15,22 +15,39 @@ namespace shoal {
 
 constexpr float kLog2E = 1.44269504088896341f;
 
-// 2^x for x <= 126, to 3e-6 relative; below -125 it stays where it is there, next to nothing. The
-// polynomial has the least relative error of its degree for |r| <= 1/2. (Splitting and scaling by the
-// instructions for it, vrndscaleps and vscalefps, takes half as long again.) A NaN stays one as long
-// as the low bits of its payload are zero, which they are in whatever came from bfloat16.
-inline __m512 exp2_16(__m512 x) {
+// 2^x for x <= 126, by `polynomial` of what is left of x, |r| <= 1/2; below -125 it stays where it is
+// there, next to nothing. (Splitting and scaling by the instructions for it, vrndscaleps and
+// vscalefps, takes half as long again.) A NaN stays one as long as the low bits of its payload are
+// zero, which they are in whatever came from bfloat16.
+template <typename Polynomial>
+__m512 exp2_by(__m512 x, const Polynomial& polynomial) {
   x = _mm512_max_ps(_mm512_set1_ps(-125.0f), x);
   // Adding 1.5 * 2^23 leaves the nearest integer in the low mantissa bits.
   const __m512 shift = _mm512_set1_ps(12582912.0f), shifted = _mm512_add_ps(x, shift);
-  const __m512 r = _mm512_sub_ps(x, _mm512_sub_ps(shifted, shift));
-  __m512 p = _mm512_set1_ps(9.57008620e-3f);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.59178591e-2f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.40247452e-1f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.93121815e-1f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.99999261e-1f));
+  const __m512 p = polynomial(_mm512_sub_ps(x, _mm512_sub_ps(shifted, shift)));
   const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
   return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), exponent));
+}
+
+// To 3e-6 relative; the polynomials have the least relative error of their degree.
+inline __m512 exp2_16(__m512 x) {
+  return exp2_by(x, [](__m512 r) {
+    __m512 p = _mm512_set1_ps(9.57008620e-3f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.59178591e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.40247452e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.93121815e-1f));
+    return _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.99999261e-1f));
+  });
+}
+
+// To 8e-5, for what is rounded to bfloat16 (4e-3) next.
+inline __m512 exp2_16_rough(__m512 x) {
+  return exp2_by(x, [](__m512 r) {
+    __m512 p = _mm512_set1_ps(5.51716695e-2f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.42611125e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.93260986e-1f));
+    return _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.99928073e-1f));
+  });
 }
 
 inline __m512 load_16(const bf16* values) {
