@@ -195,13 +195,17 @@ void attend(const AttentionInputs<T>& in, const AttentionOptions& options,
   float* partials = scratch.partials.reserve(queries * heads * (in.shape.dim + 2));
   const int64_t tasks = static_cast<int64_t>(plan.segments.size()) * kv_heads;
   const int64_t merges = (static_cast<int64_t>(plan.merge_starts.size()) - 1) * heads;
-  // Sequences lie scattered: each segment would begin with waiting for the memory.
-  team.run(tasks, team.grain(tasks), [&](int64_t begin, int64_t end) {
+  team.share(tasks, [&](Claims& claims) {
     Runner<T> runner(use_amx);
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t next = task + 1;
-      if (next < end) runner.prefetch(in, plan.segments[next / kv_heads], next % kv_heads);
-      runner.run(in, options, plan, plan.segments[task / kv_heads], task % kv_heads, partials);
+    const auto segment = [&](int64_t task) -> const Segment& {
+      return plan.segments[task / kv_heads];
+    };
+    while (claims.take()) {
+      // Sequences lie scattered: each segment would begin with waiting for the memory.
+      if (claims.has_upcoming()) {
+        runner.prefetch(in, segment(claims.upcoming()), claims.upcoming() % kv_heads);
+      }
+      runner.run(in, options, plan, segment(claims.task()), claims.task() % kv_heads, partials);
     }
   });
   team.each(merges, 64, [&](int64_t task) {

@@ -31,10 +31,17 @@ class Planner {
     split_tokens_ = split_length(static_cast<int64_t>(decodes.size()));
     share(decodes, 0);
     find_merges();
+    // The longest first, so that no thread is left alone with one at the end.
+    std::stable_sort(plan_.segments.begin(), plan_.segments.end(),
+                     [](const Segment& a, const Segment& b) { return cost(a) > cost(b); });
     return std::move(plan_);
   }
 
  private:
+  static int64_t cost(const Segment& segment) {
+    return segment.count * (segment.high - segment.low);
+  }
+
   const int32_t* table(int64_t s) const { return batch_.block_tables + s * batch_.table_stride; }
 
   void add_prefill(int64_t s) {

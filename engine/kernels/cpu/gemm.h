@@ -11,7 +11,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
 
 #include "amx.h"
@@ -183,22 +182,17 @@ void gemm(const bf16* a, int64_t a_stride, int64_t rows, const bf16* packed, int
   const auto address = [&](int64_t task) {
     return reinterpret_cast<const char*>(weights(first_block(task)));
   };
-  std::atomic<int64_t> next{0};
-  const auto work = [&](int64_t, int64_t) {
-    int64_t task = next++;
-    if (task >= tasks) return;
+  team.share(tasks, [&](Claims& claims) {
     Tiles tiles;
     BlockProducts<Store> products(a, a_stride, steps, store);
-    Ahead{address(task), group * steps * kStepLines}.fetch();
-    while (task < tasks) {
-      // Taken before this one is done, so that its weights come meanwhile.
-      const int64_t upcoming = next++;
-      const int64_t begin = first_block(task), end = std::min(blocks, begin + group);
-      int64_t row = task / groups * kChunkRows;
+    Ahead{address(claims.upcoming()), group * steps * kStepLines}.fetch();
+    while (claims.take()) {
+      const int64_t begin = first_block(claims.task()), end = std::min(blocks, begin + group);
+      int64_t row = claims.task() / groups * kChunkRows;
       const int64_t last_row = std::min(rows, row + kChunkRows);
       const int64_t row_blocks = (last_row - row + kBlockRows - 1) / kBlockRows;
-      Ahead ahead{address(upcoming),
-                  upcoming < tasks ? (kStepLines + row_blocks - 1) / row_blocks : 0};
+      Ahead ahead{address(claims.upcoming()),
+                  claims.has_upcoming() ? (kStepLines + row_blocks - 1) / row_blocks : 0};
       for (; row < last_row; row += kBlockRows) {
         const int64_t count = std::min(kBlockRows, last_row - row);
         for (int64_t block = begin; block < end; ++block) {
@@ -209,10 +203,8 @@ void gemm(const bf16* a, int64_t a_stride, int64_t rows, const bf16* packed, int
           }
         }
       }
-      task = upcoming;
     }
-  };
-  team.run(std::min<int64_t>(team.count(), tasks), 1, work);
+  });
 }
 
 #endif

@@ -19,6 +19,31 @@
 
 namespace shoal {
 
+// What one thread takes of tasks that several share. The next task is taken before the present one is
+// done, so that its memory can be asked for meanwhile.
+class Claims {
+ public:
+  Claims(std::atomic<int64_t>& next, int64_t tasks)
+      : next_(next), tasks_(tasks), upcoming_(next++) {}
+
+  // Goes on to the next task; false when all are taken.
+  bool take() {
+    task_ = upcoming_;
+    if (task_ >= tasks_) return false;
+    upcoming_ = next_++;
+    return true;
+  }
+
+  int64_t task() const { return task_; }
+  bool has_upcoming() const { return upcoming_ < tasks_; }
+  int64_t upcoming() const { return upcoming_; }
+
+ private:
+  std::atomic<int64_t>& next_;
+  const int64_t tasks_;
+  int64_t task_ = 0, upcoming_;
+};
+
 class Team {
  public:
   explicit Team(int threads) : count_(std::max(1, threads)) {
@@ -80,6 +105,16 @@ class Team {
   void each(int64_t tasks, int64_t grain, const Body& body) {
     run(tasks, grain, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) body(i);
+    });
+  }
+
+  // Calls body(claims) on each thread there is a task for.
+  template <typename Body>
+  void share(int64_t tasks, const Body& body) {
+    std::atomic<int64_t> next{0};
+    run(std::min<int64_t>(count_, tasks), 1, [&](int64_t, int64_t) {
+      Claims claims(next, tasks);
+      body(claims);
     });
   }
 
