@@ -154,9 +154,9 @@ template <typename T>
 class Runner {
  public:
   explicit Runner(bool) {}
-  void prefetch(const AttentionInputs<T>&, const Segment&, int64_t) {}
   void run(const AttentionInputs<T>& in, const AttentionOptions& options,
-           const AttentionPlan& plan, const Segment& segment, int64_t kv_head, float* partials) {
+           const AttentionPlan& plan, const Segment& segment, int64_t kv_head, float* partials,
+           const Segment*, int64_t) {
     attend_segment(in, options, plan, segment, kv_head, partials);
   }
 };
@@ -168,13 +168,11 @@ class Runner<bf16> {
   explicit Runner(bool use_amx) {
     if (use_amx) tiles_ = std::make_unique<Tiles>();
   }
-  void prefetch(const AttentionInputs<bf16>& in, const Segment& segment, int64_t kv_head) {
-    if (tiles_ != nullptr) prefetch_segment_amx(in, segment, kv_head);
-  }
   void run(const AttentionInputs<bf16>& in, const AttentionOptions& options,
-           const AttentionPlan& plan, const Segment& segment, int64_t kv_head, float* partials) {
+           const AttentionPlan& plan, const Segment& segment, int64_t kv_head, float* partials,
+           const Segment* next, int64_t next_head) {
     if (tiles_ != nullptr) {
-      attend_segment_amx(in, options, plan, segment, kv_head, partials);
+      attend_segment_amx(in, options, plan, segment, kv_head, partials, next, next_head);
     } else {
       attend_segment(in, options, plan, segment, kv_head, partials);
     }
@@ -197,15 +195,12 @@ void attend(const AttentionInputs<T>& in, const AttentionOptions& options,
   const int64_t merges = (static_cast<int64_t>(plan.merge_starts.size()) - 1) * heads;
   team.share(tasks, [&](Claims& claims) {
     Runner<T> runner(use_amx);
-    const auto segment = [&](int64_t task) -> const Segment& {
-      return plan.segments[task / kv_heads];
-    };
+    const auto segment = [&](int64_t task) { return &plan.segments[task / kv_heads]; };
     while (claims.take()) {
       // Sequences lie scattered: each segment would begin with waiting for the memory.
-      if (claims.has_upcoming()) {
-        runner.prefetch(in, segment(claims.upcoming()), claims.upcoming() % kv_heads);
-      }
-      runner.run(in, options, plan, segment(claims.task()), claims.task() % kv_heads, partials);
+      const Segment* next = claims.has_upcoming() ? segment(claims.upcoming()) : nullptr;
+      runner.run(in, options, plan, *segment(claims.task()), claims.task() % kv_heads, partials,
+                 next, claims.upcoming() % kv_heads);
     }
   });
   team.each(merges, 64, [&](int64_t task) {

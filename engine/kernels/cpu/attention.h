@@ -72,11 +72,10 @@ inline int64_t first_visible(const AttentionPlan& plan, const Segment& segment, 
   return skipped <= 0 ? segment.low : segment.low + skipped / 16 * 16;
 }
 
-// Defined where the build has AMX. The first asks the memory for what the second will read first.
-void prefetch_segment_amx(const AttentionInputs<bf16>& in, const Segment& segment,
-                          int64_t kv_head);
+// Defined where the build has AMX. Meanwhile asks the memory for what `next` will read first, if there
+// is a next one.
 void attend_segment_amx(const AttentionInputs<bf16>& in, const AttentionOptions& options,
                         const AttentionPlan& plan, const Segment& segment, int64_t kv_head,
-                        float* partials);
+                        float* partials, const Segment* next, int64_t next_head);
 
 }  // namespace shoal

@@ -75,11 +75,57 @@ void transpose(__m512i* rows) {
   }
 }
 
+// The memory that a segment reads first, asked for a few lines at a time while another one is
+// computed. (All at once they would wait for each other: a core keeps track of 16.)
+class SegmentAhead {
+ public:
+  // `segment` may be null: there is nothing to ask for.
+  SegmentAhead(const AttentionInputs<bf16>& in, const Segment* segment, int64_t kv_head)
+      : in_(in), segment_(segment), kv_head_(kv_head) {
+    if (segment == nullptr) return;
+    place_ = segment->low;
+    end_ = std::min(segment->low + kChunk, segment->high);
+    open();
+  }
+
+  void fetch(int64_t lines) {
+    for (; lines > 0 && place_ < end_; --lines) {
+      _mm_prefetch(keys_ + offset_, _MM_HINT_T1);
+      _mm_prefetch(values_ + offset_, _MM_HINT_T1);
+      offset_ += 64;
+      if (offset_ < bytes_) continue;
+      place_ += rows_;
+      open();
+    }
+  }
+
+ private:
+  // The rows from `place_` on that lie together.
+  void open() {
+    if (place_ >= end_) return;
+    const int64_t row = place_ % in_.block_size;
+    const int32_t block = segment_->table[place_ / in_.block_size];
+    rows_ = std::min(in_.block_size - row, end_ - place_);
+    keys_ = reinterpret_cast<const char*>(in_.at(in_.keys, block, kv_head_, row));
+    values_ = reinterpret_cast<const char*>(in_.at(in_.values, block, kv_head_, row));
+    bytes_ = rows_ * in_.shape.dim * static_cast<int64_t>(sizeof(bf16));
+    offset_ = 0;
+  }
+
+  const AttentionInputs<bf16>& in_;
+  const Segment* segment_;
+  const int64_t kv_head_;
+  int64_t place_ = 0, end_ = 0, rows_ = 0, bytes_ = 0, offset_ = 0;
+  const char *keys_ = nullptr, *values_ = nullptr;
+};
+
 class AmxSegment {
  public:
   AmxSegment(const AttentionInputs<bf16>& in, const AttentionOptions& options,
-             const AttentionPlan& plan, const Segment& segment, int64_t kv_head)
+             const AttentionPlan& plan, const Segment& segment, int64_t kv_head,
+             SegmentAhead& ahead)
       : in_(in), options_(options), plan_(plan), segment_(segment), kv_head_(kv_head),
+        ahead_(ahead),
         group_(in.shape.heads / in.shape.kv_heads), dim_(in.shape.dim),
         rows_(segment.count * group_), row_tiles_(round_up(rows_, kRows) / kRows),
         key_steps_(round_up(dim_, 32) / 32), value_tiles_(dim_ / 16),
@@ -291,6 +337,7 @@ class AmxSegment {
       __m512i pairs[16];
       for (int64_t i = 0; i < 16; ++i) pairs[i] = interleave(load(2 * i), load(2 * i + 1));
       transpose(pairs);
+      ahead_.fetch(12);
       bf16* out = tiles + tile * 2 * kTile;
       for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(out + i * 32, pairs[i]);
     }
@@ -353,6 +400,7 @@ class AmxSegment {
       evens = _mm512_add_ps(evens, even);
       odds = _mm512_add_ps(odds, odd);
       _mm512_storeu_si512(weights + key * kRows, round_pair(even, odd));
+      ahead_.fetch(2);
     }
     _mm512_storeu_ps(maxima_ + tile * kRows, maximum);
     _mm512_storeu_ps(totals_ + tile * kRows, _mm512_add_ps(evens, odds));
@@ -411,7 +459,9 @@ class AmxSegment {
   const AttentionOptions& options_;
   const AttentionPlan& plan_;
   const Segment& segment_;
-  const int64_t kv_head_, group_, dim_, rows_, row_tiles_, key_steps_, value_tiles_;
+  const int64_t kv_head_;
+  SegmentAhead& ahead_;
+  const int64_t group_, dim_, rows_, row_tiles_, key_steps_, value_tiles_;
   const bool in_place_;
   bf16 *queries_, *keys_, *values_, *weights_;
   const bf16* key_tiles_[kChunk / kRows];
@@ -421,26 +471,11 @@ class AmxSegment {
 
 }  // namespace
 
-void prefetch_segment_amx(const AttentionInputs<bf16>& in, const Segment& segment,
-                          int64_t kv_head) {
-  const int64_t end = std::min(segment.low + kChunk, segment.high);
-  const int64_t row_bytes = in.shape.dim * static_cast<int64_t>(sizeof(bf16));
-  for (int64_t place = segment.low; place < end;) {
-    const int64_t offset = place % in.block_size;
-    const int64_t rows = std::min(in.block_size - offset, end - place);
-    const int32_t block = segment.table[place / in.block_size];
-    for (const bf16* cache : {in.keys, in.values}) {
-      const auto* bytes = reinterpret_cast<const char*>(in.at(cache, block, kv_head, offset));
-      for (int64_t i = 0; i < rows * row_bytes; i += 64) _mm_prefetch(bytes + i, _MM_HINT_T1);
-    }
-    place += rows;
-  }
-}
-
 void attend_segment_amx(const AttentionInputs<bf16>& in, const AttentionOptions& options,
                         const AttentionPlan& plan, const Segment& segment, int64_t kv_head,
-                        float* partials) {
-  AmxSegment(in, options, plan, segment, kv_head).run(partials);
+                        float* partials, const Segment* next, int64_t next_head) {
+  SegmentAhead ahead(in, next, next_head);
+  AmxSegment(in, options, plan, segment, kv_head, ahead).run(partials);
 }
 
 }  // namespace shoal

@@ -34,8 +34,17 @@ void rms_norm(const float* x, const float* weight, float eps, int64_t rows, int6
               int64_t out_stride, Team& team) {
   const auto one = [&](int64_t row) {
     const float* in = x + row * n;
-    const float scale = inverse_rms(in, n, eps);
     T* result = out + row * out_stride;
+#if SHOAL_AMX
+    if constexpr (std::is_same_v<T, bf16>) {
+      if (n % 16 == 0) {
+        const float mean = sum_of_squares(in, n) / static_cast<float>(n);
+        scale_row(in, 1.0f / std::sqrt(mean + eps), weight, n, result);
+        return;
+      }
+    }
+#endif
+    const float scale = inverse_rms(in, n, eps);
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) result[i] = from_float<T>(in[i] * scale * weight[i]);
   };

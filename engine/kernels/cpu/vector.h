@@ -59,6 +59,31 @@ inline void store_16(bf16* place, __m512 values) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(place), (__m256i)_mm512_cvtneps_pbh(values));
 }
 
+// Of n values, a multiple of 16.
+inline float sum_of_squares(const float* x, int64_t n) {
+  __m512 even = _mm512_setzero_ps(), odd = even;
+  int64_t i = 0;
+  for (; i + 32 <= n; i += 32) {
+    const __m512 first = _mm512_loadu_ps(x + i), second = _mm512_loadu_ps(x + i + 16);
+    even = _mm512_fmadd_ps(first, first, even);
+    odd = _mm512_fmadd_ps(second, second, odd);
+  }
+  if (i < n) {
+    const __m512 last = _mm512_loadu_ps(x + i);
+    even = _mm512_fmadd_ps(last, last, even);
+  }
+  return _mm512_reduce_add_ps(_mm512_add_ps(even, odd));
+}
+
+// out [n] = x * scale * weight, n a multiple of 16.
+inline void scale_row(const float* x, float scale, const float* weight, int64_t n, bf16* out) {
+  const __m512 factor = _mm512_set1_ps(scale);
+  for (int64_t i = 0; i < n; i += 16) {
+    const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(x + i), factor);
+    store_16(out + i, _mm512_mul_ps(scaled, _mm512_loadu_ps(weight + i)));
+  }
+}
+
 // What ops.h's turn_head does to the pairs (i, i + half), half a multiple of 16.
 inline void turn_pairs(const bf16* in, const float* weight, float scale, const float* cos,
                        const float* sin, int64_t half, bf16* out) {
