@@ -258,10 +258,20 @@ void Decoder::keep_rows(const at::Tensor& rows) {
   for (int64_t i = 0; i < count * stride; ++i) context[i] = from_float<T>(copy[count * width + i]);
 }
 
+// Memory of the step before, once nobody has its logits any more: new memory, a page at a time, takes
+// as long as the product.
+at::Tensor Decoder::take_logits(int64_t rows) {
+  const int64_t count = rows * shape_.vocab;
+  if (!logits_.defined() || logits_.numel() < count || logits_.storage().use_count() > 1) {
+    logits_ = at::empty({count}, at::TensorOptions().dtype(at::kFloat));
+  }
+  return logits_.narrow(0, 0, count).view({rows, shape_.vocab});
+}
+
 template <typename T>
 at::Tensor Decoder::head(int64_t rows, Workspace& memory) {
   normed_input<T>(final_norm_, hidden_.data(), rows, memory, *team_);
-  at::Tensor logits = at::empty({rows, shape_.vocab}, at::TensorOptions().dtype(at::kFloat));
+  const at::Tensor logits = take_logits(rows);
   auto* out = static_cast<float*>(logits.mutable_data_ptr());
   const float cap = shape_.final_softcap;
   multiply<T>(head_.n != 0 ? head_ : embedding_, buffer<T>(memory.input, 0), padded(shape_.hidden),

@@ -132,6 +132,7 @@ class Decoder : public torch::CustomClassHolder {
   void after_attention(int64_t index, Span span, Workspace& memory, Team& team);
   template <typename T>
   void keep_rows(const at::Tensor& rows);
+  at::Tensor take_logits(int64_t rows);
   template <typename T>
   at::Tensor head(int64_t rows, Workspace& memory);
   template <typename T>
@@ -162,6 +163,7 @@ class Decoder : public torch::CustomClassHolder {
   Buffer<float> hidden_, kept_;
   Buffer<uint8_t> queries_, context_;
   AttentionScratch scratch_;
+  at::Tensor logits_;
   std::vector<Workspace> workspaces_;  // one a thread
   Team alone_{1};
   PartClock clock_;  // of what all threads do together
