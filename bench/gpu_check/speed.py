@@ -18,6 +18,7 @@ from engine.executors.model import ModelExecutor
 from engine.models.fused_decoder import FusedDecoder
 from engine.models.kv_cache import KVCache
 from engine.models.merged_weights import random_weights
+from engine.models.traits import with_kv_dtype
 from engine.plan import ExecutorInfo, Slice, Start, StepPlan
 from engine.wire import SamplingParams
 
@@ -65,20 +66,25 @@ def _measure(setting: Setting, shape: Shape) -> Result:
     setting.progress("  making the model")
     traits, decoder = shape.traits(dtype)
     _check_room(setting, shape, load, traits.kv_bytes_per_token)
-    model = FusedDecoder.over_weights(
-        traits, decoder, random_weights(traits, decoder, setting.device), setting.device
-    )
+    weights = random_weights(traits, decoder, setting.device)
+    model = FusedDecoder.over_weights(traits, decoder, weights, setting.device)
     result.figures |= {"weight_bytes": model.weight_bytes, "backend": type(model.backend).__name__}
-    for batch in load.batches:
-        setting.progress(f"  decode, batch {batch}")
-        step_s = _decode_step_s(setting, model, load, batch)
-        kv_bytes = batch * load.context * traits.kv_bytes_per_token
+    short = FusedDecoder.over_weights(
+        with_kv_dtype(traits, "fp8"), decoder, weights, setting.device
+    )
+    runs = [("", model, batch) for batch in load.batches]
+    runs += [("fp8_kv_", short, batch) for batch in load.batches]
+    for name, of_model, batch in runs:
+        setting.progress(f"  {name}decode, batch {batch}")
+        step_s = _decode_step_s(setting, of_model, load, batch)
+        kv_bytes = batch * load.context * of_model.traits.kv_bytes_per_token
         rate = (2 * shape.product_elements + kv_bytes) / step_s
+        key = f"{name}decode_b{batch}"
         result.figures |= {
-            f"decode_b{batch}_step_s": _digits(step_s),
-            f"decode_b{batch}_tokens_per_s": _digits(batch / step_s),
-            f"decode_b{batch}_read_bytes_per_s": round(rate),
-            f"decode_b{batch}_share_of_copy": _digits(rate / copy_rate),
+            f"{key}_step_s": _digits(step_s),
+            f"{key}_tokens_per_s": _digits(batch / step_s),
+            f"{key}_read_bytes_per_s": round(rate),
+            f"{key}_share_of_copy": _digits(rate / copy_rate),
         }
     setting.progress("  prefill")
     result.figures |= _prefill(setting, model, load, shape, product_rate)

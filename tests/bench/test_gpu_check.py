@@ -37,8 +37,14 @@ def test_it_runs_to_its_end_on_a_cpu(tmp_path: Path) -> None:
         )
     assert found["greedy_result"] == found["memory_result"] == found["speed_8b_result"] == "passed"
     assert found["greedy_tokens"] == found["greedy_tokens_equal"] == 64
+    assert found["greedy_fp8_kv_tokens"] == found["greedy_fp8_kv_tokens_equal"] == 64
     assert found["memory_host_loaded_blocks"] > 0
-    for key in ("copy_bytes_per_s", "decode_b64_tokens_per_s", "prefill_flops_per_s"):
+    for key in (
+        "copy_bytes_per_s",
+        "decode_b64_tokens_per_s",
+        "fp8_kv_decode_b64_tokens_per_s",
+        "prefill_flops_per_s",
+    ):
         assert found[f"speed_1b_{key}"] > 0
     assert found["torch"] == torch.__version__.partition("+")[0] or "+" in found["torch"]
     assert all(isinstance(value, str | int | float) for value in found.values()), "flat keys"
