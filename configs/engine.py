@@ -226,6 +226,11 @@ class EngineConfig(Section):
     cuda_graphs: bool = restart(
         True, "On a GPU, replay decode steps from graphs; off, launch every step op by op."
     )
+    compile_prefill: bool = restart(
+        False,
+        "Have torch.compile compile the prefill of a model that runs op by op, while it loads; "
+        "what cannot be compiled runs as it is.",
+    )
     threads: Annotated[int, Field(ge=1, le=1024)] | None = restart(
         None,
         "CPU threads of the engine; none: under `shoal serve` an equal share of the cores, on a "
@@ -258,6 +263,11 @@ class EngineConfig(Section):
     def _ranks_hold_parts_of_a_model(self) -> Self:
         if self.tensor_parallel_size > 1 and self.executor == "simulated":
             raise ValueError("tensor_parallel_size above 1 needs executor: model, not simulated")
+        if self.tensor_parallel_size > 1 and self.compile_prefill:
+            raise ValueError(
+                "compile_prefill and tensor_parallel_size above 1 exclude each other: the sums "
+                "over the ranks are not compiled"
+            )
         if self.tensor_parallel_size > 1 and self.cache.disk_path is not None:
             raise ValueError(
                 "tensor_parallel_size above 1 and cache.disk_path exclude each other: every rank "

@@ -110,7 +110,7 @@ def copy_bytes_per_s(setting: Setting) -> float:
     size = (1 << 20) if setting.is_tiny else (1 << 30)
     source = torch.zeros(size, dtype=torch.uint8, device=setting.device)
     target = torch.empty_like(source)
-    return 2 * size / _seconds(setting, lambda: target.copy_(source))
+    return 2 * size / seconds(setting, lambda: target.copy_(source))
 
 
 def product_flops_per_s(setting: Setting, dtype: torch.dtype) -> float:
@@ -118,10 +118,10 @@ def product_flops_per_s(setting: Setting, dtype: torch.dtype) -> float:
     size = 128 if setting.is_tiny else 8192
     left = torch.randn(size, size, dtype=dtype, device=setting.device)
     right = torch.randn(size, size, dtype=dtype, device=setting.device)
-    return 2.0 * size**3 / _seconds(setting, lambda: left @ right)
+    return 2.0 * size**3 / seconds(setting, lambda: left @ right)
 
 
-def _seconds(setting: Setting, run: Callable[[], object], repeats: int = 10) -> float:
+def seconds(setting: Setting, run: Callable[[], object], repeats: int = 10) -> float:
     """Median of runs, after two that do not count."""
     times = []
     for _ in range(repeats + 2):
@@ -192,7 +192,7 @@ def _prefill(
         piece = Slice(number, 0, load.prompt, (), samples=True)
         executor.execute(StepPlan(number, (number - 1,), (), (start,), (piece,)))
 
-    prefill_s = _seconds(setting, run, load.repeats)
+    prefill_s = seconds(setting, run, load.repeats)
     rate = shape.prefill_flops(load.prompt) / prefill_s
     return {
         "prefill_tokens": load.prompt,

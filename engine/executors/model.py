@@ -121,6 +121,11 @@ class ModelExecutor:
                     f"max_model_len is {config.max_model_len}, and the model's own limit is "
                     f"{traits.max_model_len}"
                 )
+            if config.compile_prefill:
+                # Not before it is needed: it takes seconds to import.
+                from engine.models.compiled_prefill import compile_prefill
+
+                compile_prefill(model, progress)
             info = _described(config, folder, model)
             # Of several ranks each would have to capture what it tells the others.
             has_graphs = config.cuda_graphs and shard.count == 1

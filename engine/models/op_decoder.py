@@ -15,7 +15,7 @@ from engine.kernels.padded_batch import PaddedDecodeBatch
 from engine.kernels.reference import AttentionOptions
 from engine.models.decoder_traits import DecoderTraits
 from engine.models.kv_cache import KVCache
-from engine.models.layer_parts import LayerParts
+from engine.models.layer_parts import LayerParts, Parts
 from engine.models.traits import ModelTraits
 
 
@@ -31,11 +31,14 @@ class OpDecoder:
         ops: Ops,
         collectives: Collectives = SINGLE,
     ) -> None:
-        self._vocab_size = traits.vocab_size
-        self._final_softcap = decoder.final_softcap
         self._ops = ops
         self._collectives = collectives
-        self._parts = LayerParts(traits, decoder, ops, collectives)
+        self._traits = traits
+        self._decoder = decoder
+        self.parts = self.parts_over(ops)
+        """Of every layer, before and after its attention."""
+        self.prefill_parts: Parts = self.parts
+        """Likewise, in steps in which a sequence has several tokens."""
         self._embedding = tensors["embedding"]
         self._embedding_scale = torch.tensor(
             decoder.embedding_scale,
@@ -59,7 +62,8 @@ class OpDecoder:
         cache: KVCache,
     ) -> torch.Tensor:
         """Logits, float32 ``[len(rows), vocab_size]``; see `TransformersModel.forward`."""
-        ops, parts = self._ops, self._parts
+        ops = self._ops
+        parts = self.parts if batch.max_query_len == 1 else self.prefill_parts
         # Such a batch is there to be captured: nothing may be read on the host.
         on_device = isinstance(batch, PaddedDecodeBatch)
         hidden = (self._embedding[token_ids] * self._embedding_scale).float()
@@ -73,12 +77,16 @@ class OpDecoder:
             context = ops.paged_attention(query, *caches, batch, options)
             x = parts.attention_output(context, hidden, tensors)
             update = parts.mlp(x, tensors, on_device)
-        final = self._parts.add_norm(hidden[rows], update[rows], self._final_norm)
+        final = self.parts.add_norm(hidden[rows], update[rows], self._final_norm)
         logits = F.linear(final, self._head).float()
-        logits = self._collectives.all_gather(logits, self._vocab_size)
-        if self._final_softcap is not None:
-            logits = torch.tanh(logits / self._final_softcap) * self._final_softcap
+        logits = self._collectives.all_gather(logits, self._traits.vocab_size)
+        if (softcap := self._decoder.final_softcap) is not None:
+            logits = torch.tanh(logits / softcap) * softcap
         return logits
+
+    def parts_over(self, ops: Ops) -> LayerParts:
+        """What a layer of this model computes beside its attention, by `ops`."""
+        return LayerParts(self._traits, self._decoder, ops, self._collectives)
 
     def row_max(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The largest logit of each row and its place."""
