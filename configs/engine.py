@@ -32,6 +32,11 @@ class CacheConfig(Section):
     num_blocks: Annotated[int, Field(ge=1, le=1 << 24)] | None = restart(
         None, "KV blocks; overrides memory_bytes and memory_fraction when given."
     )
+    kv_dtype: Literal["auto", "fp8"] = restart(
+        "auto",
+        "What KV is kept in: the model's dtype, or 8-bit floats (e4m3), in which the same memory "
+        "holds twice as many tokens of a model of 16 bits, rounded to 3 bits of mantissa.",
+    )
     enable_prefix_caching: bool = restart(True, "Reuse full blocks of equal prefixes.")
     reuse_partial_blocks: bool = restart(
         True, "Copy the beginning of a block that begins like the next one needed."
@@ -215,10 +220,16 @@ class EngineConfig(Section):
         max_length=64,
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = restart(
-        "auto", "Weights and KV; 'auto' is the checkpoint's own."
+        "auto",
+        "Weights, and KV unless cache.kv_dtype says otherwise; 'auto' is the checkpoint's own.",
     )
     cuda_graphs: bool = restart(
         True, "On a GPU, replay decode steps from graphs; off, launch every step op by op."
+    )
+    compile_prefill: bool = restart(
+        False,
+        "Have torch.compile compile the prefill of a model that runs op by op, while it loads; "
+        "what cannot be compiled runs as it is.",
     )
     threads: Annotated[int, Field(ge=1, le=1024)] | None = restart(
         None,
@@ -252,10 +263,23 @@ class EngineConfig(Section):
     def _ranks_hold_parts_of_a_model(self) -> Self:
         if self.tensor_parallel_size > 1 and self.executor == "simulated":
             raise ValueError("tensor_parallel_size above 1 needs executor: model, not simulated")
+        if self.tensor_parallel_size > 1 and self.compile_prefill:
+            raise ValueError(
+                "compile_prefill and tensor_parallel_size above 1 exclude each other: the sums "
+                "over the ranks are not compiled"
+            )
         if self.tensor_parallel_size > 1 and self.cache.disk_path is not None:
             raise ValueError(
                 "tensor_parallel_size above 1 and cache.disk_path exclude each other: every rank "
                 "has its own part of a block"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_simulation_has_no_kv(self) -> Self:
+        if self.executor == "simulated" and self.cache.kv_dtype != "auto":
+            raise ValueError(
+                f"cache.kv_dtype {self.cache.kv_dtype} needs executor: model, not simulated"
             )
         return self
 

@@ -6,6 +6,7 @@ which overwrites what the last one left in its tensors.
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -15,12 +16,15 @@ import torch
 from bench.gpu_check.parts import NotRun, Result, Setting
 from bench.gpu_check.shapes import TINY, Shape
 from engine.kernels.batch import AttentionBatch, SequenceSlice
+from engine.models.decoder_traits import DecoderTraits, ExpertNames, ExpertTraits
 from engine.models.fused_decoder import FusedDecoder
 from engine.models.kv_cache import KVCache
 from engine.models.merged_weights import random_weights
 
 _SMALL = Shape(1024, 2816, 4, 16, 4, 64, 8192, False)
 _BLOCK_SIZE, _MAX_BLOCKS, _SIZE = 16, 40, 8
+_EXPERTS = 8, 64
+"""Of 8 all are computed for 8 tokens; of 64 the chosen ones are copied out."""
 _COUNTS = (8, 5, 1, 8)
 """Sequences in each step; the rest of the captured batch is padding."""
 _TOLERANCE = 1e-4
@@ -38,10 +42,31 @@ def check_graphs(setting: Setting) -> Result:
         raise NotRun("not built: there is no engine/kernels/padded_batch.py") from None
     if setting.device.type != "cuda":
         raise NotRun(f"graphs are captured on a GPU, not on {setting.device.type}")
-    traits, decoder = (TINY if setting.is_tiny else _SMALL).traits(torch.float32)
-    weights = random_weights(traits, decoder, setting.device)
-    model = FusedDecoder.over_weights(traits, decoder, weights, setting.device)
-    return compare_with_eager(setting, model, padded, _captured)
+    shape = TINY if setting.is_tiny else _SMALL
+    result = Result()
+    for num_experts in (0, *_EXPERTS):
+        traits, decoder = shape.traits(torch.float32)
+        if num_experts:
+            decoder = _with_experts(decoder, num_experts, shape)
+        weights = random_weights(traits, decoder, setting.device)
+        model = FusedDecoder.over_weights(traits, decoder, weights, setting.device)
+        found = compare_with_eager(setting, model, padded, _captured)
+        name = f"experts_{num_experts}_" if num_experts else ""
+        result.figures |= {name + key: value for key, value in found.figures.items()}
+        result.failures += [name + text for text in found.failures]
+    return result
+
+
+def _with_experts(decoder: DecoderTraits, num_experts: int, shape: Shape) -> DecoderTraits:
+    experts = ExpertTraits(
+        layers=frozenset(range(shape.num_layers)),
+        num_experts=num_experts,
+        num_per_token=2,
+        intermediate_size=shape.intermediate_size // 4,
+        normalized=True,
+        names=ExpertNames(),
+    )
+    return replace(decoder, experts=experts)
 
 
 @torch.inference_mode()

@@ -31,6 +31,8 @@ class _Case:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    kv_dtype: torch.dtype | None = None
+    """Of the caches, where that is not `dtype`."""
 
 
 def check_kernels(setting: Setting) -> Result:
@@ -45,7 +47,7 @@ def check_kernels(setting: Setting) -> Result:
         raise NotRun("not built: plain torch computes here, for want of Triton or its kernels")
     result = Result(figures={"backend": name})
     torch.manual_seed(0)
-    for check in (_attention, _rope, _norms, _activations, _draws, _copies):
+    for check in (_attention, _float8, _rope, _norms, _activations, _draws, _copies):
         setting.progress(f"  {check.__name__.strip('_')}")
         check(setting, ops, oracle, result)
     return result
@@ -61,6 +63,8 @@ def _cases(setting: Setting) -> Iterator[_Case]:
     yield _Case(heads, kv_heads, head_dim, dtypes[0], window=37)
     yield _Case(heads, kv_heads, head_dim, dtypes[0], softcap=20.0)
     yield _Case(heads, kv_heads, head_dim, dtypes[0], has_sinks=True)
+    for heads, kv_heads, head_dim in shapes:
+        yield _Case(heads, kv_heads, head_dim, dtypes[-1], kv_dtype=torch.float8_e4m3fn)
 
 
 def _attention(setting: Setting, ops: Any, oracle: Any, result: Result) -> None:
@@ -73,7 +77,8 @@ def _attention(setting: Setting, ops: Any, oracle: Any, result: Result) -> None:
             result.expect(
                 error <= _TOLERANCE[case.dtype], f"attention {case}, {layout}: error {error:.3g}"
             )
-            key = f"attention_error_{str(case.dtype).removeprefix('torch.')}"
+            name = str(case.kv_dtype or case.dtype).removeprefix("torch.")
+            key = f"attention_error_{name}"
             result.figures[key] = max(error, float(result.figures.get(key, 0.0)))
 
 
@@ -90,14 +95,15 @@ def _attention_error(
     ]
     batch = AttentionBatch.build(slices, _BLOCK_SIZE, device)
     shape = (sum(counts), case.kv_heads, _BLOCK_SIZE, case.head_dim)
-    caches = [torch.full(shape, float("nan"), dtype=case.dtype, device=device) for _ in range(2)]
+    dtype = case.kv_dtype or case.dtype
+    caches = [torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in range(2)]
     for item in slices:
         places = np.arange(item.start)
         blocks = torch.from_numpy(item.block_ids[places // _BLOCK_SIZE].astype(np.int64)).to(device)
         offsets = torch.from_numpy(places % _BLOCK_SIZE).to(device)
         for cache in caches:
             known = torch.randn(item.start, case.kv_heads, case.head_dim, device=device)
-            cache[blocks, :, offsets] = known.to(case.dtype)
+            cache[blocks, :, offsets] = known.to(dtype)
     tokens = batch.num_tokens
     key, value = (
         torch.randn(tokens, case.kv_heads, case.head_dim, device=device).to(case.dtype)
@@ -110,6 +116,23 @@ def _attention_error(
     found = ops.paged_attention(query, *caches, batch, options)
     expected = oracle.paged_attention(query, *caches, batch, options)
     return _error(found, expected)
+
+
+def _float8(setting: Setting, ops: Any, oracle: Any, result: Result) -> None:
+    """What a cache of 8 bits is given: rounded bit for bit as torch does, and never infinite."""
+    device = setting.device
+    batch = AttentionBatch.build(
+        [SequenceSlice(0, 40, np.arange(3, dtype=np.int32))], _BLOCK_SIZE, device
+    )
+    key, value = (torch.randn(40, 2, 64, device=device) * 300 for _ in range(2))
+    written = []
+    for back_end in (ops, oracle):
+        shape = (2, 3, 2, _BLOCK_SIZE, 64)
+        caches = torch.zeros(shape, dtype=torch.float8_e4m3fn, device=device)
+        back_end.write_kv(key, value, caches[0], caches[1], batch)
+        written.append(caches.view(torch.uint8))
+    num_other = int((written[0] != written[1]).sum())
+    result.expect(num_other == 0, f"{num_other} values of an 8-bit cache differ")
 
 
 def _rope(setting: Setting, ops: Any, oracle: Any, result: Result) -> None:

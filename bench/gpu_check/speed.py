@@ -18,6 +18,7 @@ from engine.executors.model import ModelExecutor
 from engine.models.fused_decoder import FusedDecoder
 from engine.models.kv_cache import KVCache
 from engine.models.merged_weights import random_weights
+from engine.models.traits import with_kv_dtype
 from engine.plan import ExecutorInfo, Slice, Start, StepPlan
 from engine.wire import SamplingParams
 
@@ -65,20 +66,25 @@ def _measure(setting: Setting, shape: Shape) -> Result:
     setting.progress("  making the model")
     traits, decoder = shape.traits(dtype)
     _check_room(setting, shape, load, traits.kv_bytes_per_token)
-    model = FusedDecoder.over_weights(
-        traits, decoder, random_weights(traits, decoder, setting.device), setting.device
-    )
+    weights = random_weights(traits, decoder, setting.device)
+    model = FusedDecoder.over_weights(traits, decoder, weights, setting.device)
     result.figures |= {"weight_bytes": model.weight_bytes, "backend": type(model.backend).__name__}
-    for batch in load.batches:
-        setting.progress(f"  decode, batch {batch}")
-        step_s = _decode_step_s(setting, model, load, batch)
-        kv_bytes = batch * load.context * traits.kv_bytes_per_token
+    short = FusedDecoder.over_weights(
+        with_kv_dtype(traits, "fp8"), decoder, weights, setting.device
+    )
+    runs = [("", model, batch) for batch in load.batches]
+    runs += [("fp8_kv_", short, batch) for batch in load.batches]
+    for name, of_model, batch in runs:
+        setting.progress(f"  {name}decode, batch {batch}")
+        step_s = _decode_step_s(setting, of_model, load, batch)
+        kv_bytes = batch * load.context * of_model.traits.kv_bytes_per_token
         rate = (2 * shape.product_elements + kv_bytes) / step_s
+        key = f"{name}decode_b{batch}"
         result.figures |= {
-            f"decode_b{batch}_step_s": _digits(step_s),
-            f"decode_b{batch}_tokens_per_s": _digits(batch / step_s),
-            f"decode_b{batch}_read_bytes_per_s": round(rate),
-            f"decode_b{batch}_share_of_copy": _digits(rate / copy_rate),
+            f"{key}_step_s": _digits(step_s),
+            f"{key}_tokens_per_s": _digits(batch / step_s),
+            f"{key}_read_bytes_per_s": round(rate),
+            f"{key}_share_of_copy": _digits(rate / copy_rate),
         }
     setting.progress("  prefill")
     result.figures |= _prefill(setting, model, load, shape, product_rate)
@@ -104,7 +110,7 @@ def copy_bytes_per_s(setting: Setting) -> float:
     size = (1 << 20) if setting.is_tiny else (1 << 30)
     source = torch.zeros(size, dtype=torch.uint8, device=setting.device)
     target = torch.empty_like(source)
-    return 2 * size / _seconds(setting, lambda: target.copy_(source))
+    return 2 * size / seconds(setting, lambda: target.copy_(source))
 
 
 def product_flops_per_s(setting: Setting, dtype: torch.dtype) -> float:
@@ -112,10 +118,10 @@ def product_flops_per_s(setting: Setting, dtype: torch.dtype) -> float:
     size = 128 if setting.is_tiny else 8192
     left = torch.randn(size, size, dtype=dtype, device=setting.device)
     right = torch.randn(size, size, dtype=dtype, device=setting.device)
-    return 2.0 * size**3 / _seconds(setting, lambda: left @ right)
+    return 2.0 * size**3 / seconds(setting, lambda: left @ right)
 
 
-def _seconds(setting: Setting, run: Callable[[], object], repeats: int = 10) -> float:
+def seconds(setting: Setting, run: Callable[[], object], repeats: int = 10) -> float:
     """Median of runs, after two that do not count."""
     times = []
     for _ in range(repeats + 2):
@@ -186,7 +192,7 @@ def _prefill(
         piece = Slice(number, 0, load.prompt, (), samples=True)
         executor.execute(StepPlan(number, (number - 1,), (), (start,), (piece,)))
 
-    prefill_s = _seconds(setting, run, load.repeats)
+    prefill_s = seconds(setting, run, load.repeats)
     rate = shape.prefill_flops(load.prompt) / prefill_s
     return {
         "prefill_tokens": load.prompt,

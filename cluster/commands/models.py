@@ -41,12 +41,21 @@ def _memory(ctx: click.Context, param: click.Parameter, value: str | None) -> in
 @click.option("--device", default="auto", show_default=True, help="torch device.")
 @DTYPE_OPTION
 @click.option(
+    "--kv-dtype",
+    type=click.Choice(["auto", "fp8"]),
+    default="auto",
+    show_default=True,
+    help="As cache.kv_dtype: the dtype of the model, or 8-bit floats.",
+)
+@click.option(
     "--memory",
     callback=_memory,
     help="Memory for weights and KV, like 8GiB.  [default: what is free on the device]",
 )
 @click.option("--json", "as_json", is_flag=True, help="JSON; sizes in bytes.")
-def check(model: str, device: str, dtype: str, memory: int | None, as_json: bool) -> None:
+def check(
+    model: str, device: str, dtype: str, kv_dtype: str, memory: int | None, as_json: bool
+) -> None:
     """Check MODEL: which path it takes, why, and how many tokens fit. Exit code 1: it is refused.
 
     MODEL is a local folder, a GGUF file, a hub id that is in the local hub cache, or 'default'."""
@@ -54,7 +63,9 @@ def check(model: str, device: str, dtype: str, memory: int | None, as_json: bool
     from engine.models.device import usable_device
 
     target = usable_device(device)
-    found = check_model(model, target, dtype, lambda phase: click.echo(phase, err=True))
+    found = check_model(
+        model, target, dtype, lambda phase: click.echo(phase, err=True), kv_dtype=kv_dtype
+    )
     memory = free_bytes(target) if memory is None else memory
     figures = _figures(model, found, memory, default_block_size())
     if as_json:
@@ -80,6 +91,7 @@ def _figures(model: str, found: "ModelCheck", memory: int, block_size: int) -> d
             "dtype": found.need.dtype,
             "weight_bytes": found.need.weight_bytes,
             "stored_bytes": found.need.stored_bytes,
+            "kv_dtype": found.need.kv_dtype,
             "kv_bytes_per_token": found.need.kv_bytes_per_token,
             "max_model_len": found.need.max_model_len,
             "memory_bytes": memory,
@@ -97,7 +109,7 @@ def _show(figures: dict[str, Any]) -> None:
         ("type, dtype", f"{figures['model_type']}, {figures['dtype']}"),
         ("weights", _size(figures["weight_bytes"])),
         ("as stored", _size(figures["stored_bytes"])),
-        ("KV a token", _size(figures["kv_bytes_per_token"])),
+        ("KV a token", f"{_size(figures['kv_bytes_per_token'])} in {figures['kv_dtype']}"),
         ("longest request", f"{figures['max_model_len']:,} tokens"),
         ("fit beside weights", f"{figures['kv_tokens']:,} tokens of KV in "
                                f"{_size(figures['memory_bytes'])}"),

@@ -25,7 +25,13 @@ from engine.models.device import usable_device
 from engine.models.device_memory import DeviceMemory, device_memory
 from engine.models.graphs import with_graphs
 from engine.models.host_memory import HostMemory
-from engine.models.kv_cache import KVCache, device_share, plan_num_blocks, plan_num_slots
+from engine.models.kv_cache import (
+    KVCache,
+    check_kv_dtype,
+    device_share,
+    plan_num_blocks,
+    plan_num_slots,
+)
 from engine.models.load import ServedModel, load_model
 from engine.models.resolve import resolve_model
 from engine.models.traits import fingerprint
@@ -100,11 +106,14 @@ class ModelExecutor:
         shard = collectives.shard
         torch.set_num_threads(max(1, (config.threads or _usable_cores()) // shard.count))
         device = usable_device(config.device, shard)
+        check_kv_dtype(config.cache, device)
         share = device_share(config.cache, device)
         if share is not None and memory is None:
             memory = device_memory(device)
         folder = resolve_model(config.model, progress)
-        model = load_model(folder, device, config.dtype, progress, collectives)
+        model = load_model(
+            folder, device, config.dtype, progress, collectives, config.cache.kv_dtype
+        )
         traits = model.traits
         try:
             if config.max_model_len is not None and config.max_model_len > traits.max_model_len:
@@ -112,6 +121,11 @@ class ModelExecutor:
                     f"max_model_len is {config.max_model_len}, and the model's own limit is "
                     f"{traits.max_model_len}"
                 )
+            if config.compile_prefill:
+                # Not before it is needed: it takes seconds to import.
+                from engine.models.compiled_prefill import compile_prefill
+
+                compile_prefill(model, progress)
             info = _described(config, folder, model)
             # Of several ranks each would have to capture what it tells the others.
             has_graphs = config.cuda_graphs and shard.count == 1

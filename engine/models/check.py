@@ -26,7 +26,7 @@ from engine.models.native_decoder import why_not_native
 from engine.models.quantisation import Quantisation, plan_quantisation
 from engine.models.resolve import find_model
 from engine.models.support import causal_lm_class, load_config
-from engine.models.traits import DTYPE_BYTES, ModelTraits, read_traits
+from engine.models.traits import DTYPE_BYTES, ModelTraits, read_traits, with_kv_dtype
 
 
 class ServingPath(StrEnum):
@@ -51,6 +51,7 @@ class Need:
     """In the memory of an engine."""
     stored_bytes: int
     """In the checkpoint's files."""
+    kv_dtype: str
     kv_bytes_per_token: int
     max_model_len: int
 
@@ -76,14 +77,15 @@ def check_model(
     device: torch.device,
     dtype: str = "auto",
     progress: Callable[[str], None] = lambda message: None,
+    kv_dtype: str = "auto",
 ) -> ModelCheck:
     """Reads config and headers of `model`, which is named as `find_model` has it. A hub id is
     looked up in the local hub cache, and never downloaded."""
     try:
         found = find_model(model, progress, download=False)
         if isinstance(found, Path):
-            return _check_folder(found, device, dtype)
-        return _check_gguf(found.source, device, dtype)
+            return _check_folder(found, device, dtype, kv_dtype)
+        return _check_gguf(found.source, device, dtype, kv_dtype)
     except ModelRefused as refusal:
         return ModelCheck(ServingPath.REFUSED, str(refusal), None)
 
@@ -97,10 +99,10 @@ def default_block_size() -> int:
     return CacheConfig().block_size
 
 
-def _check_folder(folder: Path, device: torch.device, dtype: str) -> ModelCheck:
+def _check_folder(folder: Path, device: torch.device, dtype: str, kv_dtype: str) -> ModelCheck:
     config = load_config(folder)
     model_class = causal_lm_class(config)
-    traits = read_traits(config, folder, dtype)
+    traits = with_kv_dtype(read_traits(config, folder, dtype), kv_dtype)
     quantised = plan_quantisation(config, device, traits.dtype)
     try:
         files = read_shapes(folder)
@@ -119,10 +121,11 @@ def _check_folder(folder: Path, device: torch.device, dtype: str) -> ModelCheck:
     return _fused(traits, decoder, device, weight_bytes, stored)
 
 
-def _check_gguf(source: Path, device: torch.device, dtype: str) -> ModelCheck:
+def _check_gguf(source: Path, device: torch.device, dtype: str, kv_dtype: str) -> ModelCheck:
     """Of the folder that will be made of it."""
     model = read_gguf(source)
     traits = read_traits(model.config, source.parent, model.dtype if dtype == "auto" else dtype)
+    traits = with_kv_dtype(traits, kv_dtype)
     weight_bytes = model.num_elements * DTYPE_BYTES[traits.dtype]
     stored = source.stat().st_size
     try:
@@ -176,6 +179,7 @@ def _need(traits: ModelTraits, weight_bytes: int, stored: int) -> Need:
         traits.dtype,
         weight_bytes,
         stored,
+        traits.cache_dtype,
         traits.kv_bytes_per_token,
         traits.max_model_len,
     )

@@ -24,7 +24,7 @@ from engine.models.probe import take_part, verify_model
 from engine.models.records import Record, find_record, keep_record
 from engine.models.sharding import Shard, shard_traits
 from engine.models.support import causal_lm_class, load_config
-from engine.models.traits import ModelTraits, read_traits
+from engine.models.traits import ModelTraits, read_traits, with_kv_dtype
 
 
 class FusedDecoder:
@@ -53,15 +53,17 @@ class FusedDecoder:
         dtype: str = "auto",
         progress: Callable[[str], None] = lambda message: None,
         collectives: Collectives = SINGLE,
+        kv_dtype: str = "auto",
     ) -> "FusedDecoder":
         """Loads the checkpoint in `folder`, of several ranks each its own part, and connects them.
         Raises `NotFused` where another model class has to, and `ModelRefused` where none can."""
         is_alone = collectives.shard.count == 1
-        if is_alone and (record := find_record(folder, dtype, device)) is not None:
+        record = find_record(folder, dtype, device, kv_dtype) if is_alone else None
+        if record is not None:
             return cls._assemble(record, folder, device, progress, SINGLE)[0]
         config = load_config(folder)
         model_class = causal_lm_class(config)
-        traits = read_traits(config, folder, dtype)
+        traits = with_kv_dtype(read_traits(config, folder, dtype), kv_dtype)
         record = Record(traits, read_decoder_traits(config, traits))
         model, weights = cls._assemble(record, folder, device, progress, collectives)
         progress("comparing packed, paged attention with the model's own")
@@ -82,7 +84,7 @@ class FusedDecoder:
             except ModelRefused as error:
                 raise NotFused(str(error)) from error
         if is_alone:
-            keep_record(record, folder, dtype, device)
+            keep_record(record, folder, dtype, device, kv_dtype)
         return model
 
     @classmethod

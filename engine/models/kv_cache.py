@@ -33,7 +33,7 @@ class KVCache:
         self.block_size = block_size
         self.storage = torch.empty(
             (traits.num_layers, 2, num_blocks, traits.num_kv_heads, block_size, traits.head_dim),
-            dtype=getattr(torch, traits.dtype),
+            dtype=getattr(torch, traits.cache_dtype),
             device=device,
         )
         # Between the two: memory that has been written to keeps its small pages.
@@ -52,6 +52,15 @@ class KVCache:
         for group in [pairs] if independent else [[pair] for pair in pairs]:
             copies = [(source, target, self.block_size) for source, target in group]
             self._ops.copy_blocks(self.storage, copies)
+
+
+def check_kv_dtype(cache: CacheConfig, device: torch.device) -> None:
+    """Raises `ConfigurationError` where nothing here reads KV of the dtype that is asked for."""
+    if cache.kv_dtype != "auto" and device.type not in ("cpu", "cuda"):
+        raise ConfigurationError(
+            f"cache.kv_dtype is {cache.kv_dtype}, which works on cpu and cuda, and the device is "
+            f"{device.type}"
+        )
 
 
 def device_share(cache: CacheConfig, device: torch.device) -> float | None:

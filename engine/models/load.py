@@ -36,11 +36,12 @@ def load_model(
     dtype: str = "auto",
     progress: Callable[[str], None] = lambda message: None,
     collectives: Collectives = SINGLE,
+    kv_dtype: str = "auto",
 ) -> ServedModel:
-    """The model, or this rank's part of it. Raises `ModelRefused` for a checkpoint that cannot be
-    served correctly, or not so."""
+    """The model, or this rank's part of it; `kv_dtype` as `CacheConfig` has it. Raises
+    `ModelRefused` for a checkpoint that cannot be served correctly, or not so."""
     try:
-        return FusedDecoder.load(folder, device, dtype, progress, collectives)
+        return FusedDecoder.load(folder, device, dtype, progress, collectives, kv_dtype)
     except NotFused as reason:
         if (count := collectives.shard.count) > 1:
             raise ModelRefused(
@@ -51,4 +52,4 @@ def load_model(
     # Not before it is needed: its import takes longer than all else of a start.
     from engine.models.transformers_model import TransformersModel
 
-    return TransformersModel.load(folder, device, dtype, progress)
+    return TransformersModel.load(folder, device, dtype, progress, kv_dtype)

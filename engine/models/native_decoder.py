@@ -21,6 +21,8 @@ def why_not_native(traits: ModelTraits, decoder: DecoderTraits, device: torch.de
         return f"the C++ kernels run on a CPU, not on {device.type}"
     if traits.dtype not in ("float32", "bfloat16"):
         return f"the C++ kernels compute in float32 and bfloat16, not in {traits.dtype}"
+    if traits.kv_dtype is not None:
+        return f"the C++ kernels keep KV in the model's dtype, not in {traits.kv_dtype}"
     if traits.head_dim % 16 != 0:
         return f"the C++ kernels need a head size that is a multiple of 16, not {traits.head_dim}"
     if decoder.experts is not None:

@@ -3,6 +3,7 @@
 Invariant: no request is served by a model that has not passed it.
 """
 
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -81,7 +82,8 @@ def _packed_logits(model: Probed, ids: tuple[torch.Tensor, torch.Tensor]) -> tor
     traits, device = model.traits, model.device
     long, short = map(len, ids)
     num_blocks = -(-long // _BLOCK_SIZE) + -(-short // _BLOCK_SIZE)
-    cache = KVCache(traits, num_blocks, _BLOCK_SIZE, device)
+    # In the dtype of the model: the rounding of a shorter one would hide what is looked for.
+    cache = KVCache(replace(traits, kv_dtype=None), num_blocks, _BLOCK_SIZE, device)
     # Backwards, so that no block lies where its number in the sequence would put it.
     blocks = np.arange(num_blocks, dtype=np.int32)[::-1]
     tables = blocks[: -(-long // _BLOCK_SIZE)], blocks[-(-long // _BLOCK_SIZE) :]

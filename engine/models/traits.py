@@ -1,20 +1,21 @@
 """What the engine knows of a model: read from its Hugging Face config, never from its name.
 
-Invariant: two engines with equal fingerprints compute with equal weights in an equal dtype, so one
-can go on with what the other began.
+Invariant: two engines with equal fingerprints compute with equal weights in an equal dtype, over KV
+of an equal dtype, so one can go on with what the other began.
 """
 
 import hashlib
 import json
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelRefused
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FLOAT8 = "float8_e4m3fn"
 _HEADER_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 # Keys of config.json that say who wrote it, not what the model is.
@@ -39,12 +40,19 @@ class ModelTraits:
     sliding_windows: tuple[int | None, ...]
     """Of each layer; none: it sees everything."""
     dtype: str
-    """What the engine computes and caches in: a key of `DTYPE_BYTES`."""
+    """What the engine computes in: a key of `DTYPE_BYTES`."""
+    kv_dtype: str | None = None
+    """What it caches in where that is not `dtype`: `FLOAT8`."""
+
+    @property
+    def cache_dtype(self) -> str:
+        return self.kv_dtype or self.dtype
 
     @property
     def kv_bytes_per_token(self) -> int:
         """K and V of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        size = 1 if self.cache_dtype == FLOAT8 else DTYPE_BYTES[self.cache_dtype]
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * size
 
 
 def read_traits(config: Any, folder: Path, dtype: str = "auto") -> ModelTraits:
@@ -68,16 +76,22 @@ def read_traits(config: Any, folder: Path, dtype: str = "auto") -> ModelTraits:
     )
 
 
+def with_kv_dtype(traits: ModelTraits, kv_dtype: str) -> ModelTraits:
+    """`traits` with the cache that a configuration asks for: ``auto`` or ``fp8``."""
+    return replace(traits, kv_dtype=FLOAT8 if kv_dtype == "fp8" else None)
+
+
 def fingerprint(folder: Path, traits: ModelTraits) -> str:
-    """32 hex digits over config.json (without the keys that name its origin), the dtype, the end
-    tokens, and of each safetensors file its name, size, header and 64 pages of 4 KiB spread evenly
-    over the tensors. It tells checkpoints and fine-tunes apart in milliseconds; it is no proof
-    against someone who changes single weights on purpose."""
+    """32 hex digits over config.json (without the keys that name its origin), the dtypes of
+    weights and KV, the end tokens, and of each safetensors file its name, size, header and 64 pages
+    of 4 KiB spread evenly over the tensors. It tells checkpoints and fine-tunes apart in
+    milliseconds; it is no proof against someone who changes single weights on purpose."""
     config = json.loads((folder / "config.json").read_text())
     kept = {key: value for key, value in config.items() if key not in _VOLATILE_KEYS}
+    dtypes = [traits.dtype] if traits.kv_dtype is None else [traits.dtype, traits.kv_dtype]
     stated = (
         json.dumps(kept, sort_keys=True),
-        json.dumps([traits.dtype, sorted(traits.eos_token_ids)]),
+        json.dumps([*dtypes, sorted(traits.eos_token_ids)]),
     )
     return _digest(folder, *(text.encode() for text in stated)).hex()
 

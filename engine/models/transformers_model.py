@@ -20,7 +20,7 @@ from engine.models.paged_hook import PagedAttentionHook
 from engine.models.probe import verify_model
 from engine.models.quantisation import plan_quantisation
 from engine.models.support import causal_lm_class, load_config
-from engine.models.traits import ModelTraits, read_traits
+from engine.models.traits import ModelTraits, read_traits, with_kv_dtype
 
 
 class TransformersModel:
@@ -41,12 +41,13 @@ class TransformersModel:
         device: torch.device,
         dtype: str = "auto",
         progress: Callable[[str], None] = lambda message: None,
+        kv_dtype: str = "auto",
     ) -> "TransformersModel":
         """Loads the checkpoint in `folder`. Raises `ModelRefused` for one that cannot be served
         correctly, or is not complete."""
         config = load_config(folder)
         model_class = causal_lm_class(config)
-        traits = read_traits(config, folder, dtype)
+        traits = with_kv_dtype(read_traits(config, folder, dtype), kv_dtype)
         quantised = plan_quantisation(config, device, traits.dtype)
         if quantised is not None:
             traits = replace(traits, dtype=quantised.dtype)

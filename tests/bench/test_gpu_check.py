@@ -10,9 +10,14 @@ import pytest
 import torch
 
 from bench.gpu_check import __main__ as check
-from bench.gpu_check.parts import LIMITS_S, NAMES, part
+from bench.gpu_check import graphs
+from bench.gpu_check.parts import LIMITS_S, NAMES, Setting, part
 from bench.gpu_check.shapes import EIGHT_BILLION, ONE_BILLION, TINY
+from engine.kernels.padded_batch import PaddedDecodeBatch
+from engine.kernels.torch_ops import TorchOps
+from engine.models.fused_decoder import FusedDecoder
 from engine.models.merged_weights import random_weights
+from engine.models.op_decoder import OpDecoder
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,8 +42,16 @@ def test_it_runs_to_its_end_on_a_cpu(tmp_path: Path) -> None:
         )
     assert found["greedy_result"] == found["memory_result"] == found["speed_8b_result"] == "passed"
     assert found["greedy_tokens"] == found["greedy_tokens_equal"] == 64
+    assert found["greedy_fp8_kv_tokens"] == found["greedy_fp8_kv_tokens_equal"] == 64
     assert found["memory_host_loaded_blocks"] > 0
-    for key in ("copy_bytes_per_s", "decode_b64_tokens_per_s", "prefill_flops_per_s"):
+    assert found["compiled_graphs"] >= 3
+    assert found["compiled_error"] < 0.05
+    for key in (
+        "copy_bytes_per_s",
+        "decode_b64_tokens_per_s",
+        "fp8_kv_decode_b64_tokens_per_s",
+        "prefill_flops_per_s",
+    ):
         assert found[f"speed_1b_{key}"] > 0
     assert found["torch"] == torch.__version__.partition("+")[0] or "+" in found["torch"]
     assert all(isinstance(value, str | int | float) for value in found.values()), "flat keys"
@@ -92,3 +105,20 @@ def test_random_weights_fill_every_place() -> None:
     assert first.tensors["final_norm"].unique().tolist() == [1.0]
     elements = sum(tensor.numel() for tensor in first.tensors.values() if tensor.dim() > 1)
     assert elements == TINY.product_elements + TINY.vocab_size * TINY.hidden_size
+
+
+@pytest.mark.parametrize("num_experts", [0, *graphs._EXPERTS])
+def test_graphs_are_compared_with_and_without_experts(num_experts: int) -> None:
+    """With a capture that runs the step again."""
+    device = torch.device("cpu")
+    traits, decoder = TINY.traits(torch.float32)
+    if num_experts:
+        decoder = graphs._with_experts(decoder, num_experts, TINY)
+    tensors = random_weights(traits, decoder, device).tensors
+    model = FusedDecoder(
+        traits, decoder, OpDecoder(traits, decoder, tensors, TorchOps()), device, 0
+    )
+    setting = Setting(device, True, lambda phase: None)
+    found = graphs.compare_with_eager(setting, model, PaddedDecodeBatch, lambda step: step)
+    assert found.failures == []
+    assert len([key for key in found.figures if key.endswith("_error")]) == 4

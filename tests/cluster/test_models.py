@@ -34,6 +34,7 @@ def test_json_has_a_key_a_figure() -> None:
         "dtype": "float32",
         "weight_bytes": weight_bytes,
         "stored_bytes": weight_bytes,
+        "kv_dtype": "float32",
         "kv_bytes_per_token": LLAMA_KV_BYTES,
         "max_model_len": 1024,
         "memory_bytes": 8 << 20,

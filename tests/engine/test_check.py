@@ -120,7 +120,7 @@ def test_why_it_is_not_native(monkeypatch):
 
 
 def test_tokens_that_fit_are_whole_blocks_beside_the_weights():
-    need = Need("llama", "bfloat16", 1000, 700, 10, 4096)
+    need = Need("llama", "bfloat16", 1000, 700, "bfloat16", 10, 4096)
     assert need.tokens_in(1000 + 16 * 10 * 3 + 159, 16) == 48
     assert need.tokens_in(1000 + 159, 16) == 0
     assert need.tokens_in(10, 16) == 0

@@ -56,8 +56,17 @@ class Steps:
         return logits.clone()
 
 
-@pytest.mark.parametrize("kind", ["fused", "transformers"])
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("llama", "fused"),
+        ("gemma2", "fused"),
+        ("qwen3_moe", "fused"),
+        ("mixtral", "fused"),
+        ("llama", "transformers"),
+        ("gemma2", "transformers"),
+    ],
+)
 @torch.inference_mode()
 def test_replayed_steps_are_those_of_the_model(name, kind, monkeypatch):
     if kind == "fused":
