@@ -97,9 +97,18 @@ def _expert_config(name: str) -> Any:
 
 
 NAMES = ("llama", "qwen3", "gemma2", "gpt_oss", "mistral")
-EXPERT_NAMES = ("qwen3_moe", "mixtral")
-FUSED_NAMES = ("llama", "qwen3", "gemma2", "mistral", "qwen2", "phi3", "olmo2", *EXPERT_NAMES)
-"""Those that the fused decoder knows; those with experts without its C++ kernels."""
+FUSED_NAMES = (
+    "llama",
+    "qwen3",
+    "gemma2",
+    "mistral",
+    "qwen2",
+    "phi3",
+    "olmo2",
+    "qwen3_moe",
+    "mixtral",
+)
+"""Those that the fused decoder knows."""
 _SEEDS = {n: seed for seed, n in enumerate((*NAMES, "qwen2", "phi3", "olmo2", "qwen3_moe"))} | {
     # With it continuations are long enough for a small pool to preempt.
     "mixtral": 21

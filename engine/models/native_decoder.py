@@ -10,7 +10,7 @@ import torch
 
 from engine.kernels.batch import Angles, AttentionBatch
 from engine.kernels.cpu.build import cpu_kernels
-from engine.models.decoder_traits import DecoderTraits
+from engine.models.decoder_traits import DecoderTraits, ExpertTraits
 from engine.models.kv_cache import KVCache
 from engine.models.traits import ModelTraits
 
@@ -25,8 +25,6 @@ def why_not_native(traits: ModelTraits, decoder: DecoderTraits, device: torch.de
         return f"the C++ kernels keep KV in the model's dtype, not in {traits.kv_dtype}"
     if traits.head_dim % 16 != 0:
         return f"the C++ kernels need a head size that is a multiple of 16, not {traits.head_dim}"
-    if decoder.experts is not None:
-        return "the C++ kernels have no mixture of experts"
     return None
 
 
@@ -56,6 +54,7 @@ class NativeDecoder:
             "attention_scale": decoder.attention_scale,
             "attention_softcap": decoder.attention_softcap or 0.0,
             "final_softcap": decoder.final_softcap or 0.0,
+            **_expert_numbers(decoder.experts),
         }
         self._decoder: Any = torch.classes.shoal_cpu.Decoder(
             {name: float(value) for name, value in numbers.items()},
@@ -101,6 +100,16 @@ class NativeDecoder:
     def take_timings(self) -> dict[str, float]:
         """Seconds spent in each part of a step since the last call."""
         return dict(self._decoder.take_timings())
+
+
+def _expert_numbers(experts: ExpertTraits | None) -> dict[str, int]:
+    """All 0 for a model without them."""
+    return {
+        "num_experts": experts.num_experts if experts else 0,
+        "experts_per_token": experts.num_per_token if experts else 0,
+        "expert_intermediate_size": experts.intermediate_size if experts else 0,
+        "normalized_experts": int(experts.normalized) if experts else 0,
+    }
 
 
 def try_native_decoder(

@@ -24,7 +24,6 @@ from engine.models.support import load_config
 from engine.models.traits import read_traits
 from engine.models.transformers_model import TransformersModel
 from tests.tiny_models import (
-    EXPERT_NAMES,
     FUSED_NAMES,
     reference_greedy,
     reference_module,
@@ -94,7 +93,7 @@ def backend(request, monkeypatch):
 def test_float32_is_transformers(name, backend):
     model = load_model(tiny_model(name), CPU)
     assert isinstance(model, FusedDecoder)
-    assert isinstance(model.backend, OpDecoder if name in EXPERT_NAMES else backend)
+    assert isinstance(model.backend, backend)
     expected = expected_logits(reference_module(name))
     torch.testing.assert_close(chunked_logits(model), expected, atol=1e-4, rtol=1e-4)
 
@@ -115,7 +114,7 @@ def test_bfloat16_is_as_close_as_transformers_own(name, backend):
     assert error <= 1e-2 * (expected.max() - expected.min())
 
 
-@pytest.mark.parametrize("name", [name for name in FUSED_NAMES if name not in EXPERT_NAMES])
+@pytest.mark.parametrize("name", FUSED_NAMES)
 def test_threads_that_take_rows_of_their_own_compute_the_same(name):
     """Many rows are dealt out to threads by rows, where one thread alone takes all by columns."""
     if not cpu_kernels(print):
@@ -224,7 +223,7 @@ def test_variants_are_transformers(tmp_path, changes, backend):
     ],
     ids=["weights sum to one", "all experts", "one expert"],
 )
-def test_routing_is_transformers(tmp_path, name, changes):
+def test_routing_is_transformers(tmp_path, name, changes, backend):
     folder = copy_of(name, tmp_path, changes)
     model = FusedDecoder.load(folder, CPU)
     oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")

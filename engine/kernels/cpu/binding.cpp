@@ -5,7 +5,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <map>
@@ -23,15 +23,6 @@ Activation parse_activation(const std::string& name) {
   const auto found = kinds.find(name);
   TORCH_CHECK(found != kinds.end(), "unknown activation ", name);
   return found->second;
-}
-
-at::Tensor pack(const at::Tensor& weight, bool paired, Arena& arena) {
-  const int64_t n = weight.size(0), k = weight.size(1);
-  const int64_t size = packed_blocks(n, paired) * kBlockColumns * round_up(k, kStep);
-  std::shared_ptr<void> memory = arena.take(size * static_cast<int64_t>(sizeof(bf16)));
-  pack_weight(static_cast<const bf16*>(weight.const_data_ptr()), n, k, paired,
-              static_cast<bf16*>(memory.get()));
-  return at::from_blob(memory.get(), {size}, [memory](void*) {}, weight.options());
 }
 
 template <typename T>
@@ -106,11 +97,66 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& weight) {
   return out;
 }
 
+template <typename T>
+void add_experts(Mixture& mixture, const ExpertLayer& layer, const at::Tensor& x, float* out) {
+  const int64_t rows = x.size(0), width = x.size(1), stride = padded(width);
+  Buffer<uint8_t> memory;
+  T* in = buffer<T>(memory, padded_rows(rows) * stride);
+  for (int64_t row = 0; row < rows; ++row) {
+    std::copy_n(data<T>(x) + row * width, width, in + row * stride);
+  }
+  Team team(at::get_num_threads());
+  mixture.reserve<T>(rows);
+  mixture.route<T>(layer, in, 0, rows, team);
+  mixture.gather<T>(rows, team);
+  mixture.gate_up<T>(layer, team);
+  mixture.add_down<T>(layer, out, team);
+}
+
+// What a layer of experts gives each row of x [T, hidden], float32 [T, hidden]. `weights`: router,
+// expert_gate_up and expert_down, see ExpertLayer.
+at::Tensor experts(const at::Tensor& x, const c10::Dict<std::string, at::Tensor>& weights,
+                   int64_t per_row, bool normalized, const std::string& activation,
+                   bool use_amx) {
+  const at::Tensor down = weights.at("expert_down");
+  TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && down.dim() == 3 && x.size(1) == down.size(1),
+              "experts needs rows [T, hidden] and expert_down [count, hidden, intermediate]");
+  TORCH_CHECK(per_row >= 1 && per_row <= down.size(0), per_row, " of ", down.size(0), " experts");
+  const ExpertShape shape{down.size(0), per_row,    down.size(1),
+                          down.size(2), normalized, parse_activation(activation)};
+  Arena arena;
+  ExpertLayer layer;
+  for (const char* name : {"router", "expert_gate_up", "expert_down"}) {
+    const at::Tensor weight = weights.at(name);
+    TORCH_CHECK(weight.scalar_type() == x.scalar_type(), name, " is not of the rows' dtype");
+    layer.set(name, weight, shape, use_amx && amx_usable(), arena);
+  }
+  Mixture mixture(shape);
+  at::Tensor out = at::zeros(x.sizes(), x.options().dtype(at::kFloat));
+  auto* result = static_cast<float*>(out.mutable_data_ptr());
+  if (x.scalar_type() == at::kFloat) {
+    add_experts<float>(mixture, layer, x, result);
+  } else {
+    TORCH_CHECK(x.scalar_type() == at::kBFloat16, "experts: float32 or bfloat16");
+    add_experts<bf16>(mixture, layer, x, result);
+  }
+  return out;
+}
+
+ExpertShape expert_shape(const c10::Dict<std::string, double>& numbers, Activation activation) {
+  const auto whole = [&](const char* name) { return static_cast<int64_t>(numbers.at(name)); };
+  return {whole("num_experts"),         whole("experts_per_token"),
+          whole("hidden_size"),         whole("expert_intermediate_size"),
+          whole("normalized_experts") != 0, activation};
+}
+
 }  // namespace
 
 Decoder::Decoder(const c10::Dict<std::string, double>& numbers, std::vector<int64_t> windows,
                  const std::string& activation, bool use_amx)
-    : layers_(windows.size()), use_amx_(use_amx && amx_usable()) {
+    : layers_(windows.size()),
+      use_amx_(use_amx && amx_usable()),
+      mixture_(expert_shape(numbers, parse_activation(activation))) {
   const auto number = [&](const char* name) { return numbers.at(name); };
   const auto whole = [&](const char* name) { return static_cast<int64_t>(numbers.at(name)); };
   shape_ = {whole("hidden_size"),
@@ -126,25 +172,13 @@ Decoder::Decoder(const c10::Dict<std::string, double>& numbers, std::vector<int6
   for (size_t i = 0; i < windows.size(); ++i) layers_[i].window = windows[i];
 }
 
-Linear Decoder::make_linear(const at::Tensor& weight, bool paired) {
-  Linear linear;
-  linear.n = weight.size(0);
-  linear.k = weight.size(1);
-  if (use_amx_ && weight.scalar_type() == at::kBFloat16) {
-    linear.packed = pack(weight.contiguous(), paired, arena_);
-  } else {
-    linear.plain = weight.contiguous();
-  }
-  return linear;
-}
-
 void Decoder::set_weight(const std::string& name, const at::Tensor& weight) {
   if (name == "embedding") {
     dtype_ = weight.scalar_type();
     TORCH_CHECK(dtype_ == at::kFloat || dtype_ == at::kBFloat16, "float32 or bfloat16 only");
-    embedding_ = make_linear(weight, false);
+    embedding_ = make_linear(weight, false, use_amx_, arena_);
   } else if (name == "head") {
-    head_ = make_linear(weight, false);
+    head_ = make_linear(weight, false, use_amx_, arena_);
   } else if (name == "final_norm") {
     final_norm_ = weight.to(at::kFloat).contiguous();
   } else {
@@ -171,18 +205,19 @@ void Decoder::set_layer_weight(Layer& layer, const std::string& name, const at::
       {"down_bias", &layer.down.bias}};
   if (const auto found = linears.find(name); found != linears.end()) {
     const at::Tensor bias = found->second->bias;
-    *found->second = make_linear(weight, name == "gate_up");
+    *found->second = make_linear(weight, name == "gate_up", use_amx_, arena_);
     found->second->bias = bias;
   } else if (const auto vector = vectors.find(name); vector != vectors.end()) {
     *vector->second = weight.to(at::kFloat).contiguous();
   } else {
-    TORCH_CHECK(false, "unknown weight ", name);
+    TORCH_CHECK(layer.experts.set(name, weight, mixture_.shape(), use_amx_, arena_),
+                "unknown weight ", name);
   }
 }
 
 c10::Dict<std::string, double> Decoder::take_timings() {
   static const char* names[] = {"embed",     "norm",   "qkv",     "rotary", "attention",
-                                "attention output", "gate up", "down",   "head"};
+                                "attention output", "router", "gate up", "down", "head"};
   c10::Dict<std::string, double> result;
   for (size_t part = 0; part < static_cast<size_t>(Part::kCount); ++part) {
     double seconds = 0.0;
@@ -195,6 +230,7 @@ c10::Dict<std::string, double> Decoder::take_timings() {
 TORCH_LIBRARY(shoal_cpu, m) {
   m.def("paged_attention", paged_attention);
   m.def("packed_linear", packed_linear);
+  m.def("experts", experts);
   m.def("amx_usable", []() -> bool { return amx_usable(); });
   m.class_<Decoder>("Decoder")
       .def(torch::init<c10::Dict<std::string, double>, std::vector<int64_t>, std::string, bool>())

@@ -13,28 +13,9 @@ namespace shoal {
 
 namespace {
 
-template <typename T>
-constexpr at::ScalarType scalar_type() {
-  return std::is_same_v<T, float> ? at::kFloat : at::kBFloat16;
-}
-
-template <typename T>
-T* buffer(Buffer<uint8_t>& memory, int64_t count) {
-  return reinterpret_cast<T*>(memory.reserve(count * static_cast<int64_t>(sizeof(T))));
-}
-
-template <typename T>
-const T* data(const at::Tensor& tensor) {
-  return static_cast<const T*>(tensor.const_data_ptr());
-}
-
 const float* optional(const at::Tensor& tensor) {
   return tensor.defined() ? data<float>(tensor) : nullptr;
 }
-
-// Rows as a product reads them.
-int64_t padded(int64_t columns) { return round_up(columns, kStep); }
-int64_t padded_rows(int64_t rows) { return round_up(rows, kBlockRows); }
 
 }  // namespace
 
@@ -91,13 +72,10 @@ void Decoder::gate_up(const Linear& weight, int64_t rows, Workspace& memory, Tea
     if (weight.packed.defined()) {
       gemm(x, stride, rows, data<bf16>(weight.packed), packed_blocks(weight.n, true), weight.k,
            team, [&](int64_t row, int64_t block, const float* values) {
-             const int64_t columns = std::min<int64_t>(16, shape_.intermediate - block * 16);
-             bf16* place = out + row * out_stride + block * 16;
-             if (columns == 16 && shape_.activation == Activation::kSilu) {
-               silu_times(values, place);
-             } else {
-               activate_row(shape_.activation, values, values + 16, columns, place);
-             }
+             const int64_t column = block * 16;
+             activate_paired(shape_.activation, values,
+                             std::min<int64_t>(16, shape_.intermediate - column),
+                             out + row * out_stride + column);
            });
       return;
     }
@@ -221,7 +199,8 @@ void Decoder::attention(const Step& step, int64_t index, const AttentionPlan& pl
          scratch_, use_amx_, *team_);
 }
 
-// From what attention gave a span to its residual stream after the layer.
+// From what attention gave a span to its residual stream after the layer, or, in a layer of experts,
+// to the choice of them: `add_experts` goes on from there.
 template <typename T>
 void Decoder::after_attention(int64_t index, Span span, Workspace& memory, Team& team) {
   const Layer& layer = layers_[index];
@@ -231,11 +210,40 @@ void Decoder::after_attention(int64_t index, Span span, Workspace& memory, Team&
                  span.count, layer.attention_output_norm, memory, team);
   memory.clock.note(Part::kOutput);
   normed_input<T>(layer.mlp_norm, hidden, span.count, memory, team);
+  if (layer.experts.defined()) {
+    mixture_.route<T>(layer.experts, buffer<T>(memory.input, 0), span.first, span.count, team);
+    memory.clock.note(Part::kRouter);
+    return;
+  }
   gate_up<T>(layer.gate_up, span.count, memory, team);
   memory.clock.note(Part::kGateUp);
   add_product<T>(layer.down, buffer<T>(memory.activated, 0), padded(shape_.intermediate), hidden,
                  span.count, layer.mlp_output_norm, memory, team);
   memory.clock.note(Part::kDown);
+}
+
+// Adds what their experts give all `rows` of the residual stream. Not by spans, each of which would
+// read every expert it uses.
+template <typename T>
+void Decoder::add_experts(int64_t index, int64_t rows) {
+  const Layer& layer = layers_[index];
+  const int64_t width = shape_.hidden;
+  float* hidden = hidden_.data();
+  clock_.start();
+  mixture_.gather<T>(rows, *team_);
+  mixture_.gate_up<T>(layer.experts, *team_);
+  clock_.note(Part::kGateUp);
+  if (!layer.mlp_output_norm.defined()) {
+    mixture_.add_down<T>(layer.experts, hidden, *team_);
+  } else {
+    float* branch = workspaces_[0].branch.reserve(rows * width);
+    std::fill_n(branch, rows * width, 0.0f);
+    mixture_.add_down<T>(layer.experts, branch, *team_);
+    rms_norm(branch, data<float>(layer.mlp_output_norm), shape_.eps, rows, width, branch, width,
+             *team_);
+    for (int64_t i = 0; i < rows * width; ++i) hidden[i] += branch[i];
+  }
+  clock_.note(Part::kDown);
 }
 
 // Leaves only `rows` of the residual stream and of what attention gave: nothing reads the others
@@ -321,6 +329,7 @@ at::Tensor Decoder::run(const Step& step) {
   hidden_.reserve(tokens * shape_.hidden);
   buffer<T>(queries_, tokens * heads.heads * heads.dim);
   buffer<T>(context_, padded_rows(tokens) * padded(heads.heads * heads.dim));
+  mixture_.reserve<T>(tokens);
   spans(tokens, [&](Span span, Workspace& memory, Team& team) {
     embed<T>(step, span, team);
     memory.clock.note(Part::kEmbed);
@@ -333,15 +342,27 @@ at::Tensor Decoder::run(const Step& step) {
     attention<T>(step, index, plan);
     clock_.note(Part::kAttention);
     if (index == last) break;
+    const bool has_experts = layers_[index].experts.defined();
+    const auto begin_next = [&](Span span, Workspace& memory, Team& team) {
+      before_attention<T>(step, index + 1, span, memory, team);
+    };
     spans(tokens, [&](Span span, Workspace& memory, Team& team) {
       after_attention<T>(index, span, memory, team);
-      before_attention<T>(step, index + 1, span, memory, team);
+      if (!has_experts) begin_next(span, memory, team);
     });
+    if (has_experts) {
+      add_experts<T>(index, tokens);
+      spans(tokens, begin_next);
+    }
   }
   if (kept == 0) return at::empty({0, shape_.vocab}, at::TensorOptions().dtype(at::kFloat));
   keep_rows<T>(step.rows);
   memory.clock.start();
   after_attention<T>(last, {0, kept}, memory, *team_);
+  if (layers_[last].experts.defined()) {
+    add_experts<T>(last, kept);
+    memory.clock.start();
+  }
   return head<T>(kept, memory);
 }
 

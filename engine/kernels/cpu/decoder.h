@@ -18,7 +18,8 @@
 
 #include "arena.h"
 #include "attention.h"
-#include "gemm.h"
+#include "experts.h"
+#include "linear.h"
 
 namespace shoal {
 
@@ -27,17 +28,11 @@ constexpr int64_t kFewestSpanRows = 128;
 // Rows whose activations stay in a core's L2 cache.
 constexpr int64_t kMostSpanRows = 256;
 
-// A matrix [n, k] that inputs [*, k] are multiplied with, transposed. One of the two forms is there.
-struct Linear {
-  at::Tensor plain, packed;
-  at::Tensor bias;  // float32 [n]; for paired packing none
-  int64_t n = 0, k = 0;
-};
-
 struct Layer {
   Linear qkv, output, gate_up, down;
   // float32, undefined where a model has none.
   at::Tensor input_norm, attention_output_norm, mlp_norm, mlp_output_norm, query_norm, key_norm;
+  ExpertLayer experts;  // in place of gate_up and down, or none
   int64_t window = 0;
 };
 
@@ -55,7 +50,19 @@ struct Step {
   std::vector<at::Tensor> keys, values;
 };
 
-enum class Part { kEmbed, kNorm, kQkv, kRotary, kAttention, kOutput, kGateUp, kDown, kHead, kCount };
+enum class Part {
+  kEmbed,
+  kNorm,
+  kQkv,
+  kRotary,
+  kAttention,
+  kOutput,
+  kRouter,
+  kGateUp,
+  kDown,
+  kHead,
+  kCount
+};
 
 // Seconds spent in each part.
 class PartClock {
@@ -131,6 +138,8 @@ class Decoder : public torch::CustomClassHolder {
   template <typename T>
   void after_attention(int64_t index, Span span, Workspace& memory, Team& team);
   template <typename T>
+  void add_experts(int64_t index, int64_t rows);
+  template <typename T>
   void keep_rows(const at::Tensor& rows);
   at::Tensor take_logits(int64_t rows);
   template <typename T>
@@ -147,7 +156,6 @@ class Decoder : public torch::CustomClassHolder {
   template <typename T>
   void gate_up(const Linear& weight, int64_t rows, Workspace& memory, Team& team);
 
-  Linear make_linear(const at::Tensor& weight, bool paired);
   void set_layer_weight(Layer& layer, const std::string& name, const at::Tensor& weight);
 
   DecoderShape shape_;
@@ -164,6 +172,7 @@ class Decoder : public torch::CustomClassHolder {
   Buffer<uint8_t> queries_, context_;
   AttentionScratch scratch_;
   at::Tensor logits_;
+  Mixture mixture_;
   std::vector<Workspace> workspaces_;  // one a thread
   Team alone_{1};
   PartClock clock_;  // of what all threads do together

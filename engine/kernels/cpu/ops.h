@@ -83,6 +83,19 @@ void activate_row(Activation kind, const G* gate, const G* up, int64_t n, T* out
   }
 }
 
+#if SHOAL_AMX
+
+// out [n], n <= 16, of a row of 16 gates and the 16 values they are for.
+inline void activate_paired(Activation kind, const float* values, int64_t n, bf16* out) {
+  if (n == 16 && kind == Activation::kSilu) {
+    silu_times(values, out);
+  } else {
+    activate_row(kind, values, values + 16, n, out);
+  }
+}
+
+#endif
+
 // How a head turns: the first 2 * half elements, pairs (i, i + half), by the token's angles.
 struct Rotation {
   const float* cos;  // [T, half]
