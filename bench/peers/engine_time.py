@@ -2,7 +2,7 @@
 
 Invariant: the engine's own time has the same two ends on every server, on the clock of the engine's
 own process: from when its scheduler took the request until the step that made the first token was
-over. Everything else counts as added, for all alike: HTTP, routing, template, tokenizing, the way
+over. Everything else counts as added, for all alike: HTTP, routing, tokenizing, the way
 through the socket between front and engine in both directions, and detokenizing.
 """
 
@@ -53,8 +53,8 @@ class VllmTime:
     The engine's time is `request_queue_time_seconds` and `request_prefill_time_seconds` together:
     from the event that the scheduler records as it takes a request, to the time that a step's
     outputs are stamped with when they are put together, both by the engine core.
-    `time_to_first_token_seconds` also has the template, the tokenizer and the socket both ways: it
-    begins in the front end as the chat is rendered, and ends when the output is there again. What
+    `time_to_first_token_seconds` also has the tokenizer and the socket both ways: it
+    begins in the front end as the prompt is rendered, and ends when the output is there again. What
     it has beyond the engine's time is the part `frontend`.
     """
 

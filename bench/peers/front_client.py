@@ -29,7 +29,7 @@ class _Head(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A chat's streamed answer."""
+    """A streamed answer."""
 
     request_id: str
     ttft_s: float
@@ -55,14 +55,14 @@ class _Response:
             self.stream.feed(data, received_s)
 
 
-async def chat(pool: ConnectionPool, body: bytes) -> Answer:
-    """Asks with the JSON of a streamed chat that reports its usage."""
+async def complete(pool: ConnectionPool, body: bytes) -> Answer:
+    """Asks with the JSON of a streamed completion that reports its usage."""
     # Its times are those of `time.perf_counter`, as the connection takes them.
     record = Record(scheduled_s=time.perf_counter(), asked_input_tokens=0, asked_output_tokens=0)
     response = _Response(record)
     with _unbroken():
         async with asyncio.timeout(_ANSWER_S):
-            await pool.post(PATHS["chat"], body, response)
+            await pool.post(PATHS["completions"], body, response)
     _check_status(response)
     response.stream.close()
     if record.failure is not None:

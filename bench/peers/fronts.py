@@ -1,7 +1,7 @@
 """What Shoal's HTTP front adds to its engine's time to first token, beside what vLLM's adds.
 
 Invariant: all servers run the whole time, and no two requests are ever under way at once: the
-fronts are asked in turn, each time beginning with another, with the same chat, which their caches
+fronts are asked in turn, each time beginning with another, with the same prompt, which their caches
 know. Every server has gone when `bench_fronts` returns or raises.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench.figures import Figures, Progress
 from bench.peers.engine_time import EngineTime, ShoalTime, VllmTime
-from bench.peers.front_client import chat
+from bench.peers.front_client import complete
 from bench.peers.front_report import OURS, Sample, flat
 from bench.peers.run import other_cores
 from bench.peers.server import Server, free_ports, running
@@ -26,9 +26,9 @@ from cluster import haproxy
 from engine.models.resolve import DEFAULT_MODEL, resolve_model
 
 _MODEL_NAME = "default"
-_PROMPT = "word " * 480 + "\nWhat is the capital of France?"
-"""With the chat template a little over 512 tokens. The first token of its answer has text, so that
-the first event with text is of the first token."""
+_PROMPT = "word " * 519 + "word"
+"""A little over 512 tokens. A model goes on with the same word, so that each token of the answer
+has text: a chat's may begin with one that has none, and the first text be the second token's."""
 _OUTPUT_TOKENS = 4
 _WARM_UP = 10
 """Requests at each front that are not counted."""
@@ -138,7 +138,7 @@ async def _measure(
         "vllm_router": Front(pools["vllm_router"], vllm),
         "vllm": Front(pools["vllm"], vllm),
     }
-    options = BodyOptions("chat", _MODEL_NAME)
+    options = BodyOptions("completions", _MODEL_NAME)
     body = request_body(options, History([("user", _PROMPT)]), _OUTPUT_TOKENS)
     samples: dict[str, list[Sample]] = {name: [] for name in fronts}
     most_events = dict.fromkeys(fronts, 0)
@@ -166,7 +166,7 @@ async def _measure(
 async def _ask(front: Front, body: bytes) -> Sample:
     await front.engine.begin()
     await asyncio.sleep(_PAUSE_S)
-    answer = await chat(front.pool, body)
+    answer = await complete(front.pool, body)
     return Sample(answer, await front.engine.share(answer.request_id))
 
 

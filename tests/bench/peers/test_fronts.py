@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bench.cli import bench
 from bench.peers import fronts
 from bench.peers.engine_time import EngineShare, ShoalTime, VllmTime, share_between, totals
-from bench.peers.front_client import Answer, chat, get
+from bench.peers.front_client import Answer, complete, get
 from bench.peers.front_report import Sample, flat
 from bench.peers.server import Server, free_ports, running
 from bench.peers.setup import PeerMissing
@@ -114,7 +114,7 @@ def test_the_first_token_is_the_first_event_with_text():
         writer.write(chunked(body) + b"0\r\n\r\n")
 
     async def ask(pool, server):
-        return await chat(pool, b'{"stream": true}')
+        return await complete(pool, b'{"stream": true}')
 
     answer = asking(respond, ask)
     assert (answer.request_id, answer.prompt_tokens, answer.text_events) == ("chatcmpl-1", 520, 2)
@@ -129,7 +129,7 @@ def test_a_refusal_and_a_broken_answer_are_told_in_words():
         writer.write(HEAD + chunked(content("Hello")) + b"0\r\n\r\n")
 
     async def ask(pool, server):
-        await chat(pool, b"{}")
+        await complete(pool, b"{}")
 
     with pytest.raises(PeerMissing, match=r"answered 400: .*no such model"):
         asking(refuse, ask)
