@@ -6,6 +6,7 @@ block of a walk loses some. A figure is over many chains, so that their masks co
 """
 
 import random
+import signal
 import time
 import tracemalloc
 from collections import deque
@@ -34,15 +35,62 @@ _BLOOM_KEYS = 8192
 """Of a replica that is known by a Bloom filter: of the chains a half, and others."""
 _BLOOM_BYTES = 125 << 10
 """Of memory for each of them: a tenth of what their keys would take exactly."""
+_PEER_REQUESTS = 200
 
 
-@click.command(epilog="Example: shoal bench router --json router.json")
+@click.command(
+    epilog="Examples: shoal bench router --json router.json; "
+    "shoal bench router --peers --requests 300 --json peers.json"
+)
 @click.option("--quick", is_flag=True, help="Few decisions and replicas: seconds, for tests.")
 @json_option
-def router(quick: bool, json_path: Path | None) -> None:
+@click.option(
+    "--peers",
+    is_flag=True,
+    help="Instead: what Shoal's whole HTTP front adds to its engine's time to first token, beside "
+    "vllm-router and vLLM's server; installs them on first use (7 GB).",
+)
+@click.option(
+    "--requests",
+    type=click.IntRange(20, 100_000),
+    help=f"With --peers: how many, to each front.  [default: {_PEER_REQUESTS}]",
+)
+@click.option(
+    "--peers-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="With --peers: where they are installed.  [default: ~/.cache/shoal/peers]",
+)
+def router(
+    quick: bool,
+    json_path: Path | None,
+    peers: bool,
+    requests: int | None,
+    peers_dir: Path | None,
+) -> None:
     """The router: time of a decision by blocks and replicas, and memory of its index."""
-    figures = bench_router(quick, show_phase)
-    report(figures, json_path)
+    if peers and quick:
+        raise click.UsageError("--quick does not go with --peers")
+    if not peers and (requests is not None or peers_dir is not None):
+        raise click.UsageError("--requests and --peers-dir go with --peers")
+    if peers:
+        report(_beside_peers(requests or _PEER_REQUESTS, peers_dir), json_path)
+    else:
+        report(bench_router(quick, show_phase), json_path)
+
+
+def _beside_peers(requests: int, root: Path | None) -> Figures:
+    from bench.peers.fronts import bench_fronts
+    from bench.peers.setup import PeerMissing
+    from engine.user_cache import user_cache
+
+    # By its default action no `finally` would run, and servers would stay.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    root = root or user_cache() / "peers"
+    try:
+        return bench_fronts(requests, root, show_phase)
+    except PeerMissing as reason:
+        raise click.ClickException(f"{reason} (its log is in {root})") from reason
 
 
 def bench_router(quick: bool, progress: Progress) -> Figures:

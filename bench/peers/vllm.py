@@ -18,7 +18,12 @@ from bench.peers.session import Prompts, Session
 from bench.peers.setup import PeerMissing
 
 _RUNNER = Path(__file__).with_name("vllm_runner.py")
-_KV_GIB = 4
+SETTINGS: Mapping[str, str] = {
+    "VLLM_CPU_KVCACHE_SPACE": "4",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""Environment variables: room for its cache, and nothing of it leaves the machine."""
 _STOP_S = 20.0
 _LOG_LINES = 3
 
@@ -55,23 +60,17 @@ class Vllm:
     def _environment(self) -> dict[str, str]:
         cores = sorted(os.sched_getaffinity(0))[: self.threads]
         binding = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores))}
-        return {
-            "VLLM_CPU_KVCACHE_SPACE": str(_KV_GIB),
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            **(binding if self.has_all_cores else {}),
-        }
+        return {**SETTINGS, **(binding if self.has_all_cores else {})}
 
     @contextmanager
     def open(self) -> Iterator[Session]:
         python = self.folder / "bin" / "python"
-        # Its compiler finds ninja there.
-        path = f"{self.folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+        environment = {**program_environment(self.folder), **self._environment()}
         with self.log.open("w") as log:
             process = subprocess.Popen(
                 # -P: the files beside the runner are not its modules.
                 [str(python), "-P", str(_RUNNER), json.dumps(self._arguments())],
-                env={**os.environ, **self._environment(), "PATH": path},
+                env={**os.environ, **environment},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -86,6 +85,13 @@ class Vllm:
                 yield session
             finally:
                 _stop(process)
+
+
+def program_environment(folder: Path) -> dict[str, str]:
+    """For a program of the environment in `folder`: the settings, and where its compiler finds
+    ninja."""
+    path = f"{folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**SETTINGS, "PATH": path}
 
 
 class _VllmSession:
