@@ -1,4 +1,4 @@
-"""Layers of experts in the C++ kernels against `OpDecoder`; families are in test_fused_decoder."""
+"""Layers of experts in the C++ kernels against `mixture`; families are in test_fused_decoder."""
 
 import dataclasses
 import math
@@ -18,6 +18,7 @@ from engine.models.decoder_traits import NormPlan, read_decoder_traits
 from engine.models.fused_decoder import FusedDecoder
 from engine.models.kv_cache import KVCache
 from engine.models.merged_weights import random_weights
+from engine.models.mixture import ExpertWeights, mixture
 from engine.models.native_decoder import NativeDecoder
 from engine.models.op_decoder import OpDecoder
 from engine.models.support import load_config
@@ -94,14 +95,16 @@ class Layer:
 
     def expected(self):
         """Of the same values in float32."""
-        traits, decoder = tiny_traits()
         experts = dataclasses.replace(
-            decoder.experts, num_per_token=self.per_row, normalized=self.normalized
+            tiny_traits()[1].experts, num_per_token=self.per_row, normalized=self.normalized
         )
-        decoder = dataclasses.replace(decoder, experts=experts, activation=self.activation)
-        tensors = {f"0.{name}": weight.float() for name, weight in self.weights.items()}
-        ops = OpDecoder(traits, decoder, tensors | {"embedding": self.x}, TorchOps())
-        return ops._mixture(self.x.float(), 0, experts)
+        weights = ExpertWeights(*(weight.float() for weight in self.weights.values()))
+        return mixture(
+            self.x.float(),
+            weights,
+            experts,
+            lambda gate_up: TorchOps().gated_activation(gate_up, self.activation),
+        )
 
 
 def tiny_traits():
