@@ -27,8 +27,10 @@ constexpr int64_t kChunkRows = 384;
 // What of the L1 cache 32 rows may take, and the blocks of columns that then pass by.
 constexpr int64_t kL1Bytes = 40 * 1024;
 constexpr int64_t kGroupBlocks = 4;
-// Cache lines of a block's weights that a step multiplies with.
+// Cache lines of a block's weights that a step multiplies with, and how far ahead of them the memory
+// is asked where they are read once.
 constexpr int64_t kStepLines = 32;
+constexpr int64_t kPrefetchBytes = 4096;
 
 inline int64_t packed_elements(int64_t n, int64_t k) {
   return round_up(n, kBlockColumns) * round_up(k, kStep);
@@ -174,8 +176,10 @@ void gemm(const bf16* a, int64_t a_stride, int64_t rows, const bf16* packed, int
   const int64_t steps = round_up(k, kStep) / kStep;
   const auto weights = [&](int64_t block) { return packed + block * steps * 2 * kTileElements; };
   const bool rows_fit = kBlockRows * steps * kStep * int64_t{sizeof(bf16)} <= kL1Bytes;
-  // Threads that share a product take its columns one block at a time.
-  const int64_t group = team.count() == 1 && rows_fit ? kGroupBlocks : 1;
+  const bool few = rows <= kBlockRows, alone = team.count() == 1;
+  // Few rows read all weights at memory speed: in long stretches. Else threads that share a product
+  // take one block at a time.
+  const int64_t group = few ? team.grain(blocks) : alone && rows_fit ? kGroupBlocks : 1;
   const int64_t groups = (blocks + group - 1) / group;
   const int64_t tasks = (rows + kChunkRows - 1) / kChunkRows * groups;
   const auto first_block = [&](int64_t task) { return task % groups * group; };
@@ -185,7 +189,7 @@ void gemm(const bf16* a, int64_t a_stride, int64_t rows, const bf16* packed, int
   team.share(tasks, [&](Claims& claims) {
     Tiles tiles;
     BlockProducts<Store> products(a, a_stride, steps, store);
-    Ahead{address(claims.upcoming()), group * steps * kStepLines}.fetch();
+    if (!few) Ahead{address(claims.upcoming()), group * steps * kStepLines}.fetch();
     while (claims.take()) {
       const int64_t begin = first_block(claims.task()), end = std::min(blocks, begin + group);
       int64_t row = claims.task() / groups * kChunkRows;
@@ -193,10 +197,11 @@ void gemm(const bf16* a, int64_t a_stride, int64_t rows, const bf16* packed, int
       const int64_t row_blocks = (last_row - row + kBlockRows - 1) / kBlockRows;
       Ahead ahead{address(claims.upcoming()),
                   claims.has_upcoming() ? (kStepLines + row_blocks - 1) / row_blocks : 0};
+      if (few) ahead = {address(claims.task()) + kPrefetchBytes, kStepLines};
       for (; row < last_row; row += kBlockRows) {
         const int64_t count = std::min(kBlockRows, last_row - row);
         for (int64_t block = begin; block < end; ++block) {
-          if (group == 1 && rows_fit) {
+          if (!few && group == 1 && rows_fit) {
             products.template multiply<Stays::kWeights>(row, count, block, weights(block), ahead);
           } else {
             products.template multiply<Stays::kRows>(row, count, block, weights(block), ahead);
