@@ -11,8 +11,8 @@ import torch
 
 def advise_huge_pages(tensor: torch.Tensor) -> None:
     """Asks for huge pages below `tensor`, which only memory not touched before gets. Blocks of a
-    KV cache lie scattered, and with pages of 4 KiB nearly each costs a walk of the page table, which
-    takes as long as reading it."""
+    KV cache lie scattered, and with pages of 4 KiB nearly each costs a walk of the page table,
+    which takes as long as reading it."""
     if tensor.device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return
     page = mmap.PAGESIZE

@@ -231,7 +231,11 @@ class AmxSegment {
 
   // What the keys of a chunk add to the results of N row tiles.
   template <int N>
-  void attend(int64_t tile, const Chunk& chunk) {
+  void attend(int64_t tile, Chunk chunk) {
+    // Queries come in the order of their positions, or see all of the segment.
+    const int64_t last = positions_[(tile + N) * kRows - 1];
+    chunk.count = std::min(chunk.count, last + 1 - chunk.from);
+    if (chunk.count <= 0) return;
     int64_t key = 0;
     for (; key + kRows < chunk.count; key += 2 * kRows) score<N, 2>(tile, key);
     if (key < chunk.count) score<N, 1>(tile, key);
