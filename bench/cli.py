@@ -59,10 +59,17 @@ bench.add_command(serve)
     type=click.Path(file_okay=False, path_type=Path),
     help="With --peers: where they are installed.  [default: ~/.cache/shoal/peers]",
 )
+@click.option(
+    "--without",
+    multiple=True,
+    type=click.Choice(["vllm", "vllm_all_cores", "vllm_eager", "llamacpp"]),
+    help="With --peers: not to be measured; llama.cpp takes half of a round. Repeatable.",
+)
 def engine(threads: int | None, rounds: int, json_path: Path | None, **options: Any) -> None:
     """One engine by itself: W1 (one stream), W2 (prefill), W3 (64 requests on one prefix)."""
     threads = threads or len(os.sched_getaffinity(0))
     plot_path, peers_dir = options.pop("plot_path"), options.pop("peers_dir")
+    without = options.pop("without")
     if options.pop("peers"):
         _only_the_default_model(**options)
         from bench.peers.command import bench_peers
@@ -70,10 +77,10 @@ def engine(threads: int | None, rounds: int, json_path: Path | None, **options: 
 
         if plot_path is not None:
             require_matplotlib("--plot")
-        bench_peers(rounds, threads, json_path, plot_path, peers_dir)
+        bench_peers(rounds, threads, json_path, plot_path, peers_dir, without)
         return
-    if plot_path is not None or peers_dir is not None:
-        raise click.UsageError("--plot and --peers-dir go with --peers")
+    if plot_path is not None or peers_dir is not None or without:
+        raise click.UsageError("--plot, --peers-dir and --without go with --peers")
     _one_engine(threads, rounds, json_path, **options)
 
 

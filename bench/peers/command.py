@@ -1,6 +1,7 @@
 """`shoal bench engine --peers`: runs the comparison and writes what it found."""
 
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -17,6 +18,7 @@ def bench_peers(
     json_path: Path | None,
     plot_path: Path | None,
     root: Path | None,
+    without: Sequence[str] = (),
 ) -> None:
     """Prints a table. A peer that is missing is said and fails nothing; what was measured before
     Ctrl-C is reported."""
@@ -25,6 +27,7 @@ def bench_peers(
     outcome = Outcome()
 
     entries = set_up(root or user_cache() / "peers", threads, outcome, show_phase)
+    outcome.missing |= dict.fromkeys(without, "left out by --without")
     try:
         for number in range(1, rounds + 1):
             measure_round(entries, number, vocabulary(), outcome, show_phase)

@@ -119,6 +119,8 @@ def test_peers_that_cannot_be_installed_are_said_and_shoal_is_measured(monkeypat
         ["--peers", "--dtype", "float32"],
         ["--plot", "x.png"],
         ["--peers-dir", "x"],
+        ["--without", "llamacpp"],
+        ["--peers", "--without", "shoal"],
     ],
 )
 def test_options_that_do_not_go_together_are_wrong_usage(options):
