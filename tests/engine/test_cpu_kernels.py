@@ -124,6 +124,18 @@ def test_one_long_sequence_is_split():
     Case([(3000, 1)], 4, 2, 64, torch.float32).check(AttentionOptions(0.125))
 
 
+def test_a_piece_outside_of_the_window_takes_nothing_from_another_requests_nan():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # So that all is computed in the same memory.
+    try:
+        spoilt = Case([(0, 40)], 4, 1, 64, torch.bfloat16)
+        spoilt.query.fill_(math.nan)
+        assert spoilt.native(AttentionOptions(0.125)).isnan().all()
+        Case([(3000, 1)], 4, 1, 64, torch.bfloat16).check(AttentionOptions(0.125, 24))
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.skipif(
     not (cpu_kernels(print) and torch.ops.shoal_cpu.amx_usable()), reason="no tile unit"
 )

@@ -136,6 +136,8 @@ class AmxSegment {
 
   void run(float* partials) {
     const int64_t begin = first_visible(plan_, segment_, options_.window);
+    // All of it outside of the window: not even times zero may what another segment left be added.
+    if (begin >= segment_.high) std::fill_n(sums_, row_tiles_ * value_tiles_ * kTile, 0.0f);
     for (int64_t from = begin; from < segment_.high; from += kChunk) {
       const Chunk chunk{from, std::min(kChunk, segment_.high - from), from == begin};
       load_keys(chunk);
