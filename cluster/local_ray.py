@@ -18,7 +18,7 @@ from pathlib import Path
 from cluster import haproxy
 from cluster.reaper import Reaper, kill_marked, marked
 
-_OBJECT_STORE_BYTES = 80_000_000
+OBJECT_STORE_BYTES = 80_000_000
 """Near Ray's least: no token and no weight passes through it."""
 _STOP_GRACE_S = 5.0
 _TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
@@ -28,16 +28,15 @@ _TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 class LocalRay:
     """Use `started()`. The folder is kept when the block fails, for the logs in it."""
 
-    def __init__(self, use_haproxy: bool = False, dashboard_port: int | None = None) -> None:
-        """With `dashboard_port` Ray's dashboard listens there, on loopback, and takes jobs."""
+    def __init__(self, use_haproxy: bool = False) -> None:
         self._use_haproxy = use_haproxy
-        self._dashboard_port = dashboard_port
         # In /tmp itself, because a socket's path has room for 107 characters and Ray needs most.
         self.folder = Path(tempfile.mkdtemp(prefix="shoal-", dir="/tmp"))
         self.socket_folder = self.folder / "engine"
         self.socket_folder.mkdir(mode=0o700)
         self._token = self.folder / "token"
-        self._mark = f"{_TOKEN_VARIABLE}={self._token}"
+        self.mark = f"{_TOKEN_VARIABLE}={self._token}"
+        """In the environment of every process of this cluster."""
 
     @property
     def log_folder(self) -> Path:
@@ -48,8 +47,9 @@ class LocalRay:
         """A running cluster. Call it from the main thread: Ray's processes end with the thread
         that started them."""
         keep = False
-        reaper = Reaper(self._mark, self.folder)
+        reaper = Reaper(self.mark, self.folder)
         try:
+            self._prepare()
             self._start(num_cpus)
             yield
         except Exception:
@@ -63,10 +63,11 @@ class LocalRay:
 
     def kill(self) -> None:
         """Ends all of it at once, without asking. For a user who cannot wait."""
-        kill_marked(self._mark)
+        kill_marked(self.mark)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _start(self, num_cpus: int) -> None:
+    def _prepare(self) -> None:
+        """What Ray and Serve read from the environment."""
         self._token.touch(mode=0o600)
         self._token.write_text(secrets.token_hex(32))
         os.environ.pop("RAY_ADDRESS", None)
@@ -89,15 +90,15 @@ class LocalRay:
         )
         if self._use_haproxy:
             os.environ.update(haproxy.loopback_environment(self.folder / "haproxy"))
+
+    def _start(self, num_cpus: int) -> None:
         import ray
 
         ray.init(
             address="local",
             num_cpus=num_cpus,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            include_dashboard=self._dashboard_port is not None,
-            dashboard_host="127.0.0.1",
-            dashboard_port=self._dashboard_port,
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
             log_to_driver=False,
             logging_level="ERROR",
             _temp_dir=str(self.folder / "ray"),
@@ -108,6 +109,6 @@ class LocalRay:
 
         ray.shutdown()
         end_s = time.monotonic() + _STOP_GRACE_S
-        while marked(self._mark) and time.monotonic() < end_s:
+        while marked(self.mark) and time.monotonic() < end_s:
             time.sleep(0.05)
-        kill_marked(self._mark)
+        kill_marked(self.mark)

@@ -2,25 +2,62 @@
 loopback. Prints one line of JSON: where its dashboard is, and what a client's environment needs."""
 
 import json
+import os
 import socket
+import subprocess
 import sys
+from pathlib import Path
 
 from cluster import haproxy
-from cluster.local_ray import LocalRay
+from cluster.local_ray import OBJECT_STORE_BYTES, LocalRay
+from cluster.reaper import kill_marked
+
+
+class RayHead(LocalRay):
+    """Started as an operator would, by `ray start`, so that every port is one that is free. By
+    `ray.init` the agent that takes jobs has a fixed one; if that is taken no job ever starts."""
+
+    def __init__(self) -> None:
+        super().__init__(use_haproxy=haproxy.is_available())
+        self.dashboard_port, self._client_port = free_ports(2)
+
+    def _start(self, num_cpus: int) -> None:
+        command = [Path(sys.executable).with_name("ray"), "start", "--head"]
+        options = {
+            "num-cpus": num_cpus,
+            "object-store-memory": OBJECT_STORE_BYTES,
+            "temp-dir": self.folder / "ray",
+            "node-ip-address": "127.0.0.1",
+            "port": 0,
+            "dashboard-host": "127.0.0.1",
+            "dashboard-port": self.dashboard_port,
+            "dashboard-agent-listen-port": 0,
+            "ray-client-server-port": self._client_port,
+        }
+        subprocess.run(
+            [*command, *(f"--{name}={value}" for name, value in options.items())],
+            stdout=sys.stderr,
+            check=True,
+        )
+
+    def _stop(self) -> None:
+        kill_marked(self.mark)
+
+
+def free_ports(num: int) -> list[int]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(num)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
 
 
 def main() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    local_ray = LocalRay(use_haproxy=haproxy.is_available(), dashboard_port=port)
-    with local_ray.started(num_cpus=int(sys.argv[1])):
-        environment = {
-            "RAY_AUTH_TOKEN_PATH": str(local_ray.folder / "token"),
-            "RAY_AUTH_MODE": "token",
-        }
-        sys.stdout.write(
-            json.dumps({"address": f"http://127.0.0.1:{port}", "environment": environment}) + "\n"
-        )
+    head = RayHead()
+    with head.started(num_cpus=int(sys.argv[1])):
+        environment = {name: os.environ[name] for name in ("RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE")}
+        address = f"http://127.0.0.1:{head.dashboard_port}"
+        sys.stdout.write(json.dumps({"address": address, "environment": environment}) + "\n")
         sys.stdout.flush()
         sys.stdin.read()
 
