@@ -48,6 +48,8 @@ class Draft:
     """Of them, those of prompts."""
     long_budget: int
     """Of those, the ones of long prompts."""
+    longest_short: int
+    """Tokens left to compute of a short prompt, at most; also the longest slice."""
     saves: list[tuple[int, int]] = field(default_factory=list)
     loads: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
@@ -58,6 +60,36 @@ class Draft:
     """Those that compute one token and draw the next."""
     new_blocks: dict[int, int] = field(default_factory=dict)
     """Of the decodes, the block that one's table has grown by."""
+
+    @classmethod
+    def of(
+        cls, config: SchedulerConfig, running: Iterable[RequestState], tokens_per_s: float
+    ) -> "Draft":
+        """An empty one; prompts are computed at `tokens_per_s` of late (0: not known)."""
+        for_prompts = _prefill_budget(config, running, tokens_per_s)
+        return cls(
+            config.max_num_batched_tokens, for_prompts, for_prompts, config.long_prefill_threshold
+        )
+
+    def is_long(self, request: RequestState) -> bool:
+        return request.num_unplanned_tokens > self.longest_short
+
+    def num_short_tokens(self, requests: Iterable[RequestState]) -> int:
+        """What the short ones of these have left to compute."""
+        return sum(each.num_unplanned_tokens for each in requests if not self.is_long(each))
+
+    def keep_for_short(self, num_tokens: int) -> None:
+        """Half of what is there for prompts at most."""
+        available = min(self.prefill_budget, self.budget)
+        self.long_budget = available - min(num_tokens, available // 2)
+
+    def length_for(self, request: RequestState) -> int:
+        """Tokens of a request that this step may still compute."""
+        pending = request.num_unplanned_tokens
+        if pending == 1:
+            return min(1, self.budget)
+        most = min(pending, self.longest_short, self.budget, self.prefill_budget)
+        return max(0, min(most, self.long_budget) if self.is_long(request) else most)
 
     def decode(self, request: RequestState) -> None:
         """The last token of a request that runs, whose table has room for it."""
@@ -74,6 +106,8 @@ class Draft:
         run_id, start = request.run_id, request.num_planned_tokens
         assert run_id is not None
         end = start + length
+        if self.is_long(request):
+            self.long_budget -= length
         samples = end == len(request.token_ids) + request.num_unknown_tokens
         request.num_planned_tokens = end
         if samples:
@@ -119,7 +153,7 @@ class Draft:
         )
 
 
-def prefill_budget(
+def _prefill_budget(
     config: SchedulerConfig, running: Iterable[RequestState], tokens_per_s: float
 ) -> int:
     """Prompt tokens of a step: all that fit, unless an interactive request waits for its next token

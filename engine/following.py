@@ -40,8 +40,10 @@ class PrefixesUnderWay:
         """Whether `request`, of which the cache has `num_found` blocks, had better wait; then it
         knows for what."""
         limit = (request.num_tokens - 1) // request.root.block_size
+        if not self._by_key or num_found >= min(limit, len(request.block_keys)):
+            return False
         keys = request.block_keys[num_found:limit]
-        leader = self._by_key.get(keys[0]) if keys else None
+        leader = self._by_key.get(keys[0])
         if leader is None or leader.run_id is None or leader.rank > request.rank:
             return False
         pairs = zip(keys, leader.block_keys[num_found:], strict=False)

@@ -10,18 +10,16 @@ A request in a plan that is not committed keeps its blocks whatever happens to i
 which is where it is needed. What the second computes for a request that has ended is dropped.
 """
 
-from collections import Counter
-
 from cache.prefix import PrefixCache, RequestBlocks
 from cache.tiers import LowerTiers
 from configs.engine import SchedulerConfig
 from engine.counts import SchedulerCounts
-from engine.draft import Draft, Flight, prefill_budget
+from engine.draft import Draft, Flight
 from engine.errors import RequestRejected
-from engine.following import PrefixesUnderWay
-from engine.plan import Start, StepPlan, StepResult
-from engine.request import Output, RequestKey, RequestState, by_order, ended
+from engine.plan import StepPlan, StepResult
+from engine.request import Output, RequestKey, RequestState, ended
 from engine.request_cache import Found, RequestCache
+from engine.running import RunningRequests
 from engine.waiting import WaitingQueue, ttft_s
 from engine.wire import Finish, FinishReason, RejectCode, TokenItem
 
@@ -54,15 +52,11 @@ class Scheduler:
         self.requests: dict[RequestKey, RequestState] = {}
         self.counts = SchedulerCounts()
         self._found = RequestCache(cache, block_size, reuse, tiers)
-        self._under_way = PrefixesUnderWay()
-        self._running: list[RequestState] = []
+        self._running = RunningRequests(self._found)
         self._waiting = WaitingQueue()
-        self._ended: list[int] = []
         self._in_flight: dict[int, Flight] = {}
         self._step = 0
         self._now = 0.0
-        self._next_run = 0
-        self._num_started = 0
         self._next_ticket = 0
 
     @property
@@ -125,9 +119,7 @@ class Scheduler:
     def schedule(self, now: float = 0.0, prefill_tokens_per_s: float = 0.0) -> StepPlan | None:
         """The next step, or None when there is nothing to compute. The rate is that of late; 0:
         not known."""
-        budget = self.config.max_num_batched_tokens
-        for_prompts = prefill_budget(self.config, self._running, prefill_tokens_per_s)
-        draft = Draft(budget, for_prompts, for_prompts)
+        draft = Draft.of(self.config, self._running, prefill_tokens_per_s)
         self._found.advance(self._step)
         if not self._plan_running(draft):
             self._plan_waiting(draft, now)
@@ -141,8 +133,7 @@ class Scheduler:
         self.cache.enter_plan(*flight.tables)
         if self.tiers is not None:
             self.tiers.seal(self._step)
-        ended, self._ended = tuple(self._ended), []
-        return draft.as_plan(self._step, ended)
+        return draft.as_plan(self._step, self._running.take_ended())
 
     def commit(self, result: StepResult, now: float = 0.0) -> list[Output]:
         """Takes over what a step computed, and gives its blocks free."""
@@ -194,20 +185,14 @@ class Scheduler:
         """The short ones first: of what is there for prompts, as much as half is theirs, also of
         those that have yet to start. So a short one waits for those before it, and for no long one;
         and the long ones have the other half at least."""
-        longest = self.config.long_prefill_threshold
-
-        def is_long(request: RequestState) -> bool:
-            return request.num_unplanned_tokens > longest
-
-        num_tokens = min(draft.prefill_budget, draft.budget)
-        wanted = sum(each.num_unplanned_tokens for each in requests if not is_long(each))
+        wanted = draft.num_short_tokens(requests)
         if len(self._running) < self.config.max_num_seqs:
-            wanted += self._waiting.num_short_tokens(longest)
-        draft.long_budget = num_tokens - min(wanted, num_tokens // 2)
-        for request in sorted(requests, key=is_long):
+            wanted += self._waiting.num_short_tokens(draft.longest_short)
+        draft.keep_for_short(wanted)
+        for request in sorted(requests, key=draft.is_long):
             if request.table is None:  # Preempted a moment ago.
                 continue
-            length = self._length(request, draft)
+            length = draft.length_for(request)
             if length > 0 and self._make_room(request, length, draft):
                 self._plan_slice(request, length, draft)
 
@@ -229,7 +214,7 @@ class Scheduler:
         num_blocks = self._blocks_for(request.num_planned_tokens + length)
         needed = num_blocks - len(table.block_ids)
         while needed > self.cache.num_available:
-            victim = max(self._running, key=by_order)
+            victim = self._running.weakest
             if not self._may_leave(victim):
                 return False
             self._preempt(victim, draft)
@@ -247,16 +232,18 @@ class Scheduler:
         while draft.budget > 0 and draft.prefill_budget > 0:
             is_full = len(self._running) >= self.config.max_num_seqs
             # A place that is taken from somebody goes to the strongest, whoever's turn it is.
-            longest = None if draft.long_budget > 0 else self.config.long_prefill_threshold
-            request = self._waiting.next(0 if is_full else self._num_started, longest)
-            if request is None:
+            turn = 0 if is_full else self._running.num_started
+            longest = None if draft.long_budget > 0 else draft.longest_short
+            request = self._waiting.next(turn, longest)
+            # Before anything is looked up: with all places taken, most steps end here.
+            if request is None or (is_full and not self._is_stronger(request, draft)):
                 return
             found = self._found.find(request)
-            if self._under_way.follow(request, found.num_blocks):
+            if self._running.under_way.follow(request, found.num_blocks):
                 self._found.release(found.table, found.slots)
                 continue
             is_new = request.cached_tokens is None
-            may_start = not is_full or self._displace(request, draft)
+            may_start = not is_full or self._displace_weakest(draft)
             if not (may_start and self._plan_start(request, found, draft)):
                 self._found.release(found.table, found.slots)
                 return
@@ -266,14 +253,18 @@ class Scheduler:
             else:
                 self.counts.note_return(request.num_lost_tokens, request.num_computed_tokens)
 
-    def _displace(self, stronger: RequestState, draft: Draft) -> bool:
-        """Sends a running request back for a waiting one of a stronger class. False if there is
-        none weaker, or it can only go later."""
-        victim = max(self._running, key=by_order)
-        if stronger.rank >= victim.rank:
-            return False
-        if victim.num_displaced >= _MAX_DISPLACED or victim.run_id in draft.starts:
-            return False
+    def _is_stronger(self, request: RequestState, draft: Draft) -> bool:
+        """Whether a waiting request is of a stronger class than somebody who may be displaced."""
+        weakest = self._running.weakest
+        return (
+            request.rank < weakest.rank
+            and weakest.num_displaced < _MAX_DISPLACED
+            and weakest.run_id not in draft.starts
+        )
+
+    def _displace_weakest(self, draft: Draft) -> bool:
+        """Makes a place. False if the weakest can only go later."""
+        victim = self._running.weakest
         if not self._may_leave(victim):
             return False
         victim.num_displaced += 1
@@ -288,41 +279,25 @@ class Scheduler:
         # Before the table grows.
         is_loaded = found.num_loaded > 0
         request.num_planned_tokens = start
-        length = self._length(request, draft)
+        length = draft.length_for(request)
         first = len(table.block_ids)
         needed = self._blocks_for(start + length) - first
         if length <= 0 or needed > self.cache.num_available:
             request.num_planned_tokens = 0
             return False
         self._waiting.remove(request)
-        self._start(request, table, draft)
+        begun = self._running.start(request, table)
+        draft.starts[begun.run_id] = begun
         request.slots, request.promotion, request.following = found.slots, None, None
         request.num_computed_tokens = start
         fresh = self._plan_slice(request, length, draft)
         if found.num_copied:
             draft.copies.append((found.source, fresh[0]))
             self.counts.copied_tokens += found.num_copied
-        if is_loaded and found.slots is not None and request.run_id is not None:
+        if is_loaded and found.slots is not None:
             draft.loads += self._found.load(table, found.slots, first)
-            draft.work[request.run_id].slots = found.slots
+            draft.work[begun.run_id].slots = found.slots
         return True
-
-    def _start(self, request: RequestState, table: RequestBlocks, draft: Draft) -> None:
-        self._next_run += 1
-        self._num_started += 1
-        request.run_id = self._next_run
-        request.table = table
-        if request.cached_tokens is None:
-            request.cached_tokens = min(request.num_planned_tokens, request.num_prompt_tokens)
-        self._running.append(request)
-        draft.starts[request.run_id] = Start(
-            request.run_id,
-            tuple(request.token_ids),
-            request.num_prompt_tokens,
-            request.sampling,
-            tuple(table.block_ids),
-        )
-        self._under_way.advance(request)
 
     def _plan_slice(self, request: RequestState, length: int, draft: Draft) -> list[int]:
         """Returns the blocks that were added for it."""
@@ -330,18 +305,8 @@ class Scheduler:
         assert table is not None
         fresh = self.cache.grow(table, self._blocks_for(request.num_planned_tokens + length))
         assert fresh is not None
-        if request.num_unplanned_tokens > self.config.long_prefill_threshold:
-            draft.long_budget -= length
         draft.add(request, table, length, tuple(fresh))
         return fresh
-
-    def _length(self, request: RequestState, draft: Draft) -> int:
-        pending = request.num_unplanned_tokens
-        if pending == 1:
-            return min(1, draft.budget)
-        longest = self.config.long_prefill_threshold
-        most = min(pending, longest, draft.budget, draft.prefill_budget)
-        return max(0, min(most, draft.long_budget) if pending > longest else most)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -357,28 +322,15 @@ class Scheduler:
         assert request.run_id is not None
         draft.drop(request.run_id)
         request.num_lost_tokens = request.num_computed_tokens
-        self._leave_running(request)
+        self._running.leave(request)
         request.num_preemptions += 1
         self.counts.preempted += 1
         self._wait(request)
 
-    def _leave_running(self, request: RequestState) -> None:
-        assert request.run_id is not None
-        assert request.table is not None
-        self._running.remove(request)
-        self._under_way.leave(request.run_id)
-        self._ended.append(request.run_id)
-        self._found.publish(request, request.table, at_least=1)
-        self._found.release(request.table, request.slots)
-        request.run_id = None
-        request.table = request.slots = None
-        request.num_computed_tokens = 0
-        request.num_planned_tokens = request.num_unknown_tokens = 0
-
     def _end(self, request: RequestState) -> None:
         del self.requests[request.key]
         if request.run_id is not None:
-            self._leave_running(request)
+            self._running.leave(request)
         else:
             self._waiting.remove(request)
 
@@ -398,7 +350,7 @@ class Scheduler:
             if num_full - table.num_published >= least:
                 self._found.publish(request, table, least)
                 if length > 1:
-                    self._under_way.advance(request)
+                    self._running.under_way.advance(request)
             if not samples:
                 return None
             request.num_unknown_tokens -= 1
@@ -442,21 +394,13 @@ class Scheduler:
         assert listed == set(self.requests), "a request is lost"
         assert len(listed) == len(self._waiting) + len(self._running), "a request is listed twice"
         flights = self._in_flight.values()
-        work = [item for flight in flights for item in flight.work]
-        decodes = Counter(id(request) for flight in flights for request in flight.decodes)
         tables = [request.table for request in self._running]
         tables += [table for flight in flights for table in flight.tables]
-        slots = [request.slots for request in self._running] + [item.slots for item in work]
+        slots = [request.slots for request in self._running] + [
+            item.slots for flight in flights for item in flight.work
+        ]
         if self.tiers is not None:
             self.tiers.check_integrity()
             self.tiers.host.check_references([*slots, *self.tiers.tables()])
         self.cache.check_references(tables)
-        for request in self._running:
-            assert request.table is not None
-            assert request.num_computed_tokens < request.num_tokens
-            ahead = [item.slice for item in work if item.slice.run_id == request.run_id]
-            num_ahead = sum(each.length for each in ahead) + decodes[id(request)]
-            num_unknown = sum(each.samples for each in ahead) + decodes[id(request)]
-            assert request.num_planned_tokens == request.num_computed_tokens + num_ahead
-            assert request.num_unknown_tokens == num_unknown
-            assert len(request.table.block_ids) >= self._blocks_for(request.num_planned_tokens)
+        self._running.check_integrity(flights, self.block_size)
