@@ -10,7 +10,8 @@
 
 #include "attention.h"
 
-#include "amx.h"
+#include "segment_ahead.h"
+#include "tiles.h"
 #include "vector.h"
 
 #if SHOAL_AMX
@@ -24,100 +25,9 @@ namespace {
 constexpr int64_t kChunk = 256;  // keys between two updates of the sums
 constexpr int64_t kRows = 16;
 constexpr int64_t kTile = 256;  // float32 elements, or pairs of bfloat16
+// Lines asked for ahead beside a tile of values, and beside two keys' weights.
+constexpr int64_t kLinesPerTile = 12, kLinesPerPair = 2;
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
-
-__m512 softcap16(__m512 x, float cap) {
-  __m512 z = _mm512_mul_ps(x, _mm512_set1_ps(2.0f * kLog2E / cap));
-  z = _mm512_min_ps(z, _mm512_set1_ps(43.0f));
-  const __m512 e = exp2_16(z), one = _mm512_set1_ps(1.0f);
-  const __m512 tanh = _mm512_div_ps(_mm512_sub_ps(e, one), _mm512_add_ps(e, one));
-  return _mm512_mul_ps(tanh, _mm512_set1_ps(cap));
-}
-
-// Two rows of 16 bfloat16, interleaved.
-__m512i interleave(__m256i even, __m256i odd) {
-  return _mm512_or_si512(_mm512_cvtepu16_epi32(even),
-                         _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16));
-}
-
-// The same of float32, rounded to nearest, up from the middle: half as long as the instruction that
-// rounds to even.
-__m512i round_pair(__m512 even, __m512 odd) {
-  const __m512i half = _mm512_set1_epi32(0x8000);
-  const __m512i low = _mm512_srli_epi32(_mm512_add_epi32((__m512i)even, half), 16);
-  return _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_add_epi32((__m512i)odd, half));
-}
-
-// 16 x 16 of 32 bits each, in place.
-void transpose(__m512i* rows) {
-  __m512i a[16], b[16];
-  for (int i = 0; i < 16; i += 2) {
-    a[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-    a[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
-    b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
-    b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
-    b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    a[i] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0x88);
-    a[i + 4] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd);
-    a[i + 8] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0x88);
-    a[i + 12] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 4; ++i) {
-    rows[i] = _mm512_shuffle_i32x4(a[i], a[i + 8], 0x88);
-    rows[i + 8] = _mm512_shuffle_i32x4(a[i], a[i + 8], 0xdd);
-    rows[i + 4] = _mm512_shuffle_i32x4(a[i + 4], a[i + 12], 0x88);
-    rows[i + 12] = _mm512_shuffle_i32x4(a[i + 4], a[i + 12], 0xdd);
-  }
-}
-
-// The memory that a segment reads first, asked for a few lines at a time while another one is
-// computed. (All at once they would wait for each other: a core keeps track of 16.)
-class SegmentAhead {
- public:
-  // `segment` may be null: there is nothing to ask for.
-  SegmentAhead(const AttentionInputs<bf16>& in, const Segment* segment, int64_t kv_head)
-      : in_(in), segment_(segment), kv_head_(kv_head) {
-    if (segment == nullptr) return;
-    place_ = segment->low;
-    end_ = std::min(segment->low + kChunk, segment->high);
-    open();
-  }
-
-  void fetch(int64_t lines) {
-    for (; lines > 0 && place_ < end_; --lines) {
-      _mm_prefetch(keys_ + offset_, _MM_HINT_T1);
-      _mm_prefetch(values_ + offset_, _MM_HINT_T1);
-      offset_ += 64;
-      if (offset_ < bytes_) continue;
-      place_ += rows_;
-      open();
-    }
-  }
-
- private:
-  // The rows from `place_` on that lie together.
-  void open() {
-    if (place_ >= end_) return;
-    const int64_t row = place_ % in_.block_size;
-    const int32_t block = segment_->table[place_ / in_.block_size];
-    rows_ = std::min(in_.block_size - row, end_ - place_);
-    keys_ = reinterpret_cast<const char*>(in_.at(in_.keys, block, kv_head_, row));
-    values_ = reinterpret_cast<const char*>(in_.at(in_.values, block, kv_head_, row));
-    bytes_ = rows_ * in_.shape.dim * static_cast<int64_t>(sizeof(bf16));
-    offset_ = 0;
-  }
-
-  const AttentionInputs<bf16>& in_;
-  const Segment* segment_;
-  const int64_t kv_head_;
-  int64_t place_ = 0, end_ = 0, rows_ = 0, bytes_ = 0, offset_ = 0;
-  const char *keys_ = nullptr, *values_ = nullptr;
-};
 
 class AmxSegment {
  public:
@@ -253,7 +163,7 @@ class AmxSegment {
     const bf16* const* keys = key_tiles_ + key / kRows;
     const bf16* queries = queries_ + tile * key_steps_ * 2 * kTile;
     const int64_t next = key_steps_ * 2 * kTile;
-    multiply<K, N>(
+    multiply_tiles<K, N>(
         key_steps_, true, key_stride() * static_cast<int64_t>(sizeof(bf16)),
         [&](int64_t i, int64_t step) { return keys[i] + step * 32; },
         [&](int64_t i, int64_t step) { return queries + i * next + step * 2 * kTile; },
@@ -263,7 +173,7 @@ class AmxSegment {
   // Sums [16 elements of a value, 16 rows] of N row tiles and V tiles of elements.
   template <int N, int V>
   void accumulate(int64_t tile, int64_t value, const Chunk& chunk) {
-    multiply<V, N>(
+    multiply_tiles<V, N>(
         (chunk.count + 31) / 32, chunk.first, 64,
         [&](int64_t i, int64_t step) {
           return values_ + (step * value_tiles_ + value + i) * 2 * kTile;
@@ -272,41 +182,6 @@ class AmxSegment {
         [&](int64_t i, int64_t j) {
           return sums_ + ((tile + j) * value_tiles_ + value + i) * kTile;
         });
-  }
-
-  // out(i, j) = or += the sum over steps of a(i, step) * b(j, step), each one tile, I and J up to 2.
-  template <int I, int J, typename A, typename B, typename Out>
-  static void multiply(int64_t steps, bool is_new, int64_t a_stride, const A& a, const B& b,
-                       const Out& out) {
-    if (is_new) {
-      _tile_zero(0);
-      if constexpr (J > 1) _tile_zero(1);
-      if constexpr (I > 1) _tile_zero(2);
-      if constexpr (I > 1 && J > 1) _tile_zero(3);
-    } else {
-      _tile_loadd(0, out(0, 0), 64);
-      if constexpr (J > 1) _tile_loadd(1, out(0, 1), 64);
-      if constexpr (I > 1) _tile_loadd(2, out(1, 0), 64);
-      if constexpr (I > 1 && J > 1) _tile_loadd(3, out(1, 1), 64);
-    }
-    for (int64_t step = 0; step < steps; ++step) {
-      _tile_loadd(4, a(0, step), a_stride);
-      _tile_loadd(6, b(0, step), 64);
-      _tile_dpbf16ps(0, 4, 6);
-      if constexpr (J > 1) {
-        _tile_loadd(7, b(1, step), 64);
-        _tile_dpbf16ps(1, 4, 7);
-      }
-      if constexpr (I > 1) {
-        _tile_loadd(5, a(1, step), a_stride);
-        _tile_dpbf16ps(2, 5, 6);
-        if constexpr (J > 1) _tile_dpbf16ps(3, 5, 7);
-      }
-    }
-    _tile_stored(0, out(0, 0), 64);
-    if constexpr (J > 1) _tile_stored(1, out(0, 1), 64);
-    if constexpr (I > 1) _tile_stored(2, out(1, 0), 64);
-    if constexpr (I > 1 && J > 1) _tile_stored(3, out(1, 1), 64);
   }
 
   // First operands [32 keys, value tile], 16 elements by 32 keys; nothing is read past the segment's
@@ -343,7 +218,7 @@ class AmxSegment {
       __m512i pairs[16];
       for (int64_t i = 0; i < 16; ++i) pairs[i] = interleave(load(2 * i), load(2 * i + 1));
       transpose(pairs);
-      ahead_.fetch(12);
+      ahead_.fetch(kLinesPerTile);
       bf16* out = tiles + tile * 2 * kTile;
       for (int64_t i = 0; i < 16; ++i) _mm512_storeu_si512(out + i * 32, pairs[i]);
     }
@@ -406,7 +281,7 @@ class AmxSegment {
       evens = _mm512_add_ps(evens, even);
       odds = _mm512_add_ps(odds, odd);
       _mm512_storeu_si512(weights + key * kRows, round_pair(even, odd));
-      ahead_.fetch(2);
+      ahead_.fetch(kLinesPerPair);
     }
     _mm512_storeu_ps(maxima_ + tile * kRows, maximum);
     _mm512_storeu_ps(totals_ + tile * kRows, _mm512_add_ps(evens, odds));
@@ -417,7 +292,7 @@ class AmxSegment {
     for (int64_t key = 0; key < count; ++key) {
       float* place = scores + key * kRows;
       const __m512 s = _mm512_mul_ps(_mm512_loadu_ps(place), scale);
-      _mm512_storeu_ps(place, softcap16(s, options_.softcap));
+      _mm512_storeu_ps(place, softcap_16(s, options_.softcap));
     }
   }
 
@@ -480,7 +355,7 @@ class AmxSegment {
 void attend_segment_amx(const AttentionInputs<bf16>& in, const AttentionOptions& options,
                         const AttentionPlan& plan, const Segment& segment, int64_t kv_head,
                         float* partials, const Segment* next, int64_t next_head) {
-  SegmentAhead ahead(in, next, next_head);
+  SegmentAhead ahead(in, next, next_head, kChunk);
   AmxSegment(in, options, plan, segment, kv_head, ahead).run(partials);
 }
 

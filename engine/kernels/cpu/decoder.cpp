@@ -5,8 +5,6 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/linear.h>
 
-#include <limits>
-
 #include "vector.h"
 
 namespace shoal {
@@ -125,6 +123,13 @@ void Decoder::add_product(const Linear& weight, const T* x, int64_t stride, floa
                 float* out = branch + row * width + column;
                 for (int64_t i = 0; i < count; ++i) out[i] = to_float(values[i]);
               });
+  add_normed(branch, norm, hidden, rows, team);
+}
+
+// hidden += norm(branch), which is overwritten.
+void Decoder::add_normed(float* branch, const at::Tensor& norm, float* hidden, int64_t rows,
+                         Team& team) {
+  const int64_t width = shape_.hidden;
   rms_norm(branch, data<float>(norm), shape_.eps, rows, width, branch, width, team);
   for (int64_t i = 0; i < rows * width; ++i) hidden[i] += branch[i];
 }
@@ -227,7 +232,6 @@ void Decoder::after_attention(int64_t index, Span span, Workspace& memory, Team&
 template <typename T>
 void Decoder::add_experts(int64_t index, int64_t rows) {
   const Layer& layer = layers_[index];
-  const int64_t width = shape_.hidden;
   float* hidden = hidden_.data();
   clock_.start();
   mixture_.gather<T>(rows, *team_);
@@ -236,12 +240,10 @@ void Decoder::add_experts(int64_t index, int64_t rows) {
   if (!layer.mlp_output_norm.defined()) {
     mixture_.add_down<T>(layer.experts, hidden, *team_);
   } else {
-    float* branch = workspaces_[0].branch.reserve(rows * width);
-    std::fill_n(branch, rows * width, 0.0f);
+    float* branch = workspaces_[0].branch.reserve(rows * shape_.hidden);
+    std::fill_n(branch, rows * shape_.hidden, 0.0f);
     mixture_.add_down<T>(layer.experts, branch, *team_);
-    rms_norm(branch, data<float>(layer.mlp_output_norm), shape_.eps, rows, width, branch, width,
-             *team_);
-    for (int64_t i = 0; i < rows * width; ++i) hidden[i] += branch[i];
+    add_normed(branch, layer.mlp_output_norm, hidden, rows, *team_);
   }
   clock_.note(Part::kDown);
 }
@@ -335,7 +337,6 @@ at::Tensor Decoder::run(const Step& step) {
     memory.clock.note(Part::kEmbed);
     before_attention<T>(step, 0, span, memory, team);
   });
-  Workspace& memory = workspaces_[0];
   const auto last = static_cast<int64_t>(layers_.size()) - 1;
   for (int64_t index = 0; index <= last; ++index) {
     clock_.start();
@@ -357,6 +358,7 @@ at::Tensor Decoder::run(const Step& step) {
   }
   if (kept == 0) return at::empty({0, shape_.vocab}, at::TensorOptions().dtype(at::kFloat));
   keep_rows<T>(step.rows);
+  Workspace& memory = workspaces_[0];
   memory.clock.start();
   after_attention<T>(last, {0, kept}, memory, *team_);
   if (layers_[last].experts.defined()) {
@@ -397,19 +399,8 @@ std::tuple<at::Tensor, at::Tensor> Decoder::row_max(const at::Tensor& logits) {
   auto* places = static_cast<int64_t*>(ids.mutable_data_ptr());
   team_->each(rows, 1, [&](int64_t row) {
     const float* x = data<float>(logits) + row * columns;
-    float largest = x[0];
-    int not_a_number = 0;
-#pragma omp simd reduction(max : largest) reduction(| : not_a_number)
-    for (int64_t i = 0; i < columns; ++i) {
-      largest = x[i] > largest ? x[i] : largest;
-      not_a_number |= x[i] != x[i];
-    }
-    if (not_a_number != 0) largest = std::numeric_limits<float>::quiet_NaN();
-    values[row] = largest;
-    const float* found = std::find_if(x, x + columns, [&](float value) {
-      return value == largest || value != value;
-    });
-    places[row] = found - x;
+    places[row] = largest_of(x, columns);
+    values[row] = x[places[row]];
   });
   return {best, ids};
 }

@@ -147,6 +147,7 @@ class Decoder : public torch::CustomClassHolder {
   template <typename T>
   void add_product(const Linear& weight, const T* x, int64_t stride, float* hidden, int64_t rows,
                    const at::Tensor& norm, Workspace& memory, Team& team);
+  void add_normed(float* branch, const at::Tensor& norm, float* hidden, int64_t rows, Team& team);
   template <typename T>
   void normed_input(const at::Tensor& norm, const float* hidden, int64_t rows, Workspace& memory,
                     Team& team);

@@ -1,4 +1,5 @@
-// What lies between the products: norms, rotary embedding with the KV write, activations.
+// What lies between the products: norms, rotary embedding with the KV write, activations; and the
+// largest logit.
 //
 // Invariant: each works on packed rows [T, ...]; T is what the caches and products hold, float or
 // bf16, and the residual stream is float32 throughout.
@@ -49,6 +50,20 @@ void rms_norm(const float* x, const float* weight, float eps, int64_t rows, int6
     for (int64_t i = 0; i < n; ++i) result[i] = from_float<T>(in[i] * scale * weight[i]);
   };
   team.each(rows, kRowGrain, one);
+}
+
+// Place of the first of the largest of x [n], n > 0, or of its first NaN.
+inline int64_t largest_of(const float* x, int64_t n) {
+  float largest = x[0];
+  int not_a_number = 0;
+#pragma omp simd reduction(max : largest) reduction(| : not_a_number)
+  for (int64_t i = 0; i < n; ++i) {
+    largest = x[i] > largest ? x[i] : largest;
+    not_a_number |= x[i] != x[i];
+  }
+  return std::find_if(x, x + n, [&](float value) {
+           return not_a_number != 0 ? value != value : value == largest;
+         }) - x;
 }
 
 enum class Activation { kSilu, kGelu, kGeluTanh };

@@ -50,6 +50,15 @@ inline __m512 exp2_16_rough(__m512 x) {
   });
 }
 
+// cap * tanh(x / cap)
+inline __m512 softcap_16(__m512 x, float cap) {
+  __m512 z = _mm512_mul_ps(x, _mm512_set1_ps(2.0f * kLog2E / cap));
+  z = _mm512_min_ps(z, _mm512_set1_ps(43.0f));
+  const __m512 e = exp2_16(z), one = _mm512_set1_ps(1.0f);
+  const __m512 tanh = _mm512_div_ps(_mm512_sub_ps(e, one), _mm512_add_ps(e, one));
+  return _mm512_mul_ps(tanh, _mm512_set1_ps(cap));
+}
+
 inline __m512 load_16(const bf16* values) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
