@@ -66,7 +66,12 @@ def main() -> int:
         for core in cores:
             core.stop()
 
-    signal.signal(signal.SIGTERM, stop)
+    def on_sigterm(*_: object) -> None:
+        stop()
+        if not cores:  # It loads, which may take minutes and serves nobody any more.
+            raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, on_sigterm)
     threading.Thread(target=_watch_parent, args=(stop,), daemon=True).start()
     try:
         config = EngineConfig.model_validate_json(line)

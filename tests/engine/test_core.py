@@ -1,13 +1,16 @@
 """EngineCore over real sockets, through its client."""
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from configs.engine import SchedulerConfig
+from configs.engine import EngineConfig, SchedulerConfig
 from engine import wire
 from engine.attempt import EngineRequest, EngineStream
 from engine.client import EngineClient
@@ -152,6 +155,21 @@ def test_a_killed_engine_is_noticed_by_its_broken_connection() -> None:
 
     with LocalEngine.start(config) as engine:
         asyncio.run(run(engine))
+
+
+def test_an_engine_that_is_told_to_end_while_it_loads_loads_no_further() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "engine"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process:
+        process.stdin.write(EngineConfig().model_dump_json() + "\n")
+        process.stdin.flush()
+        assert json.loads(process.stdout.readline()) == {"phase": "torch"}
+        process.terminate()
+        assert process.stdout.read() == ""
+    assert process.returncode == 0
 
 
 def test_no_engine_is_an_error_that_names_the_address() -> None:
