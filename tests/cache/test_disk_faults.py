@@ -1,4 +1,4 @@
-"""Whatever happens to a folder's files, or to its calls of the system: a miss, never other bytes."""
+"""Whatever happens to a folder's files or calls of the system: a miss, and never other bytes."""
 
 import errno
 import os
