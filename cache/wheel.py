@@ -256,17 +256,18 @@ class EvictionWheel:
         """Blocks in the order of eviction, should no time pass."""
         for retention in Retention:
             first = self._turn + (retention != Retention.PINNED)
-            slots = [(first + i) % self.num_slots for i in range(self.num_slots)]
-            for slot in (self.num_slots, *slots):
+            for slot in (self.num_slots, *self._occupied(retention, first, self.num_slots)):
                 yield from self._walk(self._head_of(retention, slot))
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` if lists, masks and the blocks' own times do not agree."""
         found: set[int] = set()
         for retention in Retention:
-            for slot in range(self._stride):
-                head = self._head_of(retention, slot)
-                node = head
+            first, end = self._head_of(retention, 0), self._head_of(retention, self._stride)
+            # What heads say: as if all lists were empty, and then of those that are not.
+            following, previous = [*range(first, end)], [*range(first, end)]
+            for slot in (*self._occupied(retention, 0, self.num_slots), self.num_slots):
+                head = node = first + slot
                 for block_id in self._walk(head):
                     assert block_id not in found, "a block is in two lists"
                     assert self._previous[block_id] == node, "a link goes one way only"
@@ -275,9 +276,11 @@ class EvictionWheel:
                     found.add(block_id)
                     node = block_id
                 assert self._previous[head] == node, "a list has no end"
-                empty = self._next[head] == head
-                if slot < self.num_slots:
-                    assert empty != bool(self._masks[retention] >> slot & 1), "a mask is wrong"
+                assert node != head or slot == self.num_slots, "a mask is wrong"
+                following[slot], previous[slot] = self._next[head], node
+            assert self._next[first:end] == following, "a mask is wrong"
+            assert self._previous[first:end] == previous, "a list has no end"
+            assert self._masks[retention] >> self.num_slots == 0, "a mask is wrong"
         present = {block_id for block_id in range(self.num_blocks) if block_id in self}
         assert found == present, "a block is in no list, yet marked as evictable"
 

@@ -1,6 +1,6 @@
 """The nearest sibling, against a look at all of them."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -80,4 +80,6 @@ class FewListed(SiblingsMachine):
 
 
 TestSiblings = SiblingsMachine.TestCase
+TestSiblings.settings = settings(max_examples=60)
 TestManySiblings = FewListed.TestCase
+TestManySiblings.settings = settings(max_examples=60)

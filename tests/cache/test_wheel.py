@@ -1,5 +1,7 @@
 """The time wheel against sorted lists."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -106,6 +108,51 @@ def test_time_never_goes_back() -> None:
         wheel.advance(4)
     with pytest.raises(ValueError, match="0 slots"):
         EvictionWheel(1, num_slots=0, slot_width=1)
+
+
+def flip_empty(wheel: EvictionWheel) -> None:
+    wheel._masks[Retention.LOW] ^= 1
+
+
+def flip_full(wheel: EvictionWheel) -> None:
+    wheel._masks[Retention.NORMAL] = 0
+
+
+def flip_beyond(wheel: EvictionWheel) -> None:
+    wheel._masks[Retention.PINNED] |= 1 << wheel.num_slots
+
+
+def link_empty(wheel: EvictionWheel) -> None:
+    wheel._previous[-1] = 1
+
+
+def link_full(wheel: EvictionWheel) -> None:
+    wheel._previous[wheel._next[wheel._next[0]]] = 0
+
+
+def lose(wheel: EvictionWheel) -> None:
+    wheel._previous[2] = 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (flip_empty, "a mask is wrong"),
+        (flip_full, "a mask is wrong"),
+        (flip_beyond, "a mask is wrong"),
+        (link_empty, "a list has no end"),
+        (link_full, "a list has no end"),
+        (lose, "a block is in no list"),
+    ],
+)
+def test_what_is_broken_is_noticed(spoil: Callable[[EvictionWheel], None], message: str) -> None:
+    wheel = EvictionWheel(3, num_slots=4, slot_width=10)
+    used_at(wheel, 10, 0, Retention.NORMAL)
+    used_at(wheel, 11, 1, Retention.NORMAL)
+    wheel.check_integrity()
+    spoil(wheel)
+    with pytest.raises(AssertionError, match=message):
+        wheel.check_integrity()
 
 
 class WheelMachine(RuleBasedStateMachine):

@@ -27,8 +27,8 @@ def num_serving(deployed: Deployed) -> int:
 @pytest.mark.parametrize(
     "seconds",
     [
-        # Longer than Serve waits by itself.
-        pytest.param(35, id="35s"),
+        # When an ingress goes, its streams have more left than the 20 s that Serve waits by itself.
+        pytest.param(30, id="30s"),
         pytest.param(180, id="180s", marks=[pytest.mark.long, pytest.mark.timeout(900)]),
     ],
 )
@@ -39,7 +39,6 @@ def test_streams_outlive_ingresses_that_come_and_go(deployed: Deployed, seconds:
     deployed.deploy(models=[model("slow", engine=SLOW)])
     deployed.wait_ready("slow")
     num_tokens = int(seconds / STEP_S)
-    began_s = time.monotonic()
     streams = [begin(deployed, num_tokens) for _ in range(2)]
     deployed.deploy(ingress={**front, "replicas": 2})
     deployed.wait(lambda: num_serving(deployed) == 2)
@@ -51,7 +50,7 @@ def test_streams_outlive_ingresses_that_come_and_go(deployed: Deployed, seconds:
     deployed.wait(lambda: num_serving(deployed) == 1)
     assert num_ingresses(deployed) == 2, "one of them had a stream"
     assert deployed.ask(model="slow").status_code == 200
-    assert time.monotonic() - began_s < seconds + 3, "the streams were to run meanwhile"
+    assert all(stream.thread.is_alive() for stream in streams[2:]), "they were to run meanwhile"
     for stream in streams:
         assert stream.is_complete
         assert stream.num_tokens == num_tokens

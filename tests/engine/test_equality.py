@@ -23,11 +23,11 @@ from tests.tiny_models import NAMES, tiny_model
 pytestmark = pytest.mark.timeout(300)
 
 LENGTHS = (1, 2, 3, 5, 8, 13, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 100, 128, 301, 700)
+SOME_LENGTHS = (1, 13, 15, 16, 17, 31, 33, 77, 141)
+"""For a model of real size, whose every step costs."""
 NUM_OUTPUT = 12
 NUM_BLOCKS = 256
 NUM_SLOTS = 300
-SMALL_POOL = 46
-"""Blocks in which the longest prompt fits, and all of them together do not."""
 
 
 @dataclass
@@ -38,6 +38,15 @@ class Subject:
     executor: ModelExecutor
     prompts: list[list[int]]
     expected: list[list[int]]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(prompt) for prompt in self.prompts]
+
+    @property
+    def small_pool(self) -> int:
+        """Blocks in which the longest prompt fits, and all of them together do not."""
+        return (max(self.lengths) + NUM_OUTPUT) // 16 + 2
 
 
 def _generate(folder: Path, prompts: Sequence[list[int]]) -> list[list[int]]:
@@ -55,16 +64,21 @@ def _generate(folder: Path, prompts: Sequence[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(
     scope="module",
-    params=[*NAMES, "mixtral", pytest.param("smollm2", marks=pytest.mark.slow)],
+    params=[
+        *((name, LENGTHS) for name in (*NAMES, "mixtral")),
+        pytest.param(("smollm2", SOME_LENGTHS), marks=pytest.mark.slow),
+        pytest.param(("smollm2", LENGTHS), marks=pytest.mark.long),
+    ],
+    ids=lambda param: f"{param[0]}-{max(param[1])}",
 )
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
-    name = request.param
+    name, lengths = request.param
     folder = resolve_model("default", print) if name == "smollm2" else tiny_model(name)
     config = EngineConfig(
         model=str(folder),
         dtype="float32",
         cache=CacheConfig(num_blocks=NUM_BLOCKS, host_memory_bytes=256 << 20),
-        # Matrices this small gain nothing from a second thread.
+        # Tiny matrices gain nothing from a second thread.
         threads=None if name == "smollm2" else 1,
     )
     executor = ModelExecutor.load(config)
@@ -73,7 +87,7 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     first = 1000 if name == "smollm2" else 3
     prompts = [
         [source.randrange(first, executor.info.vocab_size) for _ in range(length)]
-        for length in LENGTHS
+        for length in lengths
     ]
     yield Subject(name, executor, prompts, _generate(folder, prompts))
     executor.close()
@@ -89,8 +103,8 @@ def greedy() -> SamplingParams:
     return SamplingParams(max_tokens=NUM_OUTPUT)
 
 
-def outputs(rig: Rig) -> list[list[int]]:
-    return [rig.output["ingress", str(number)] for number in range(len(LENGTHS))]
+def outputs(rig: Rig, subject: Subject) -> list[list[int]]:
+    return [rig.output["ingress", str(number)] for number in range(len(subject.prompts))]
 
 
 def add_all(rig: Rig, subject: Subject, sampling: Sequence[SamplingParams]) -> None:
@@ -103,14 +117,14 @@ def run_alone(subject: Subject, sampling: Sequence[SamplingParams]) -> list[list
     for number, prompt in enumerate(subject.prompts):
         rig.add(str(number), prompt, sampling[number])
         rig.drain()
-    return outputs(rig)
+    return outputs(rig, subject)
 
 
 def run_together(subject: Subject, sampling: Sequence[SamplingParams]) -> list[list[int]]:
     rig = Rig(NUM_BLOCKS, executor=subject.executor, max_num_seqs=16)
     add_all(rig, subject, sampling)
     rig.drain()
-    return outputs(rig)
+    return outputs(rig, subject)
 
 
 def run_chunked(subject: Subject, sampling: Sequence[SamplingParams]) -> list[list[int]]:
@@ -119,42 +133,44 @@ def run_chunked(subject: Subject, sampling: Sequence[SamplingParams]) -> list[li
     )
     add_all(rig, subject, sampling)
     rig.drain()
-    return outputs(rig)
+    return outputs(rig, subject)
 
 
 def run_preempted(subject: Subject, sampling: Sequence[SamplingParams]) -> list[list[int]]:
-    rig = Rig(SMALL_POOL, executor=subject.executor, max_num_batched_tokens=200)
+    rig = Rig(subject.small_pool, executor=subject.executor, max_num_batched_tokens=200)
     add_all(rig, subject, sampling)
     rig.drain()
     assert rig.scheduler.counts.preempted >= 3
-    return outputs(rig)
+    return outputs(rig, subject)
 
 
 def run_overlapped(subject: Subject, sampling: Sequence[SamplingParams]) -> list[list[int]]:
     """Each step planned before the tokens of the one before it are known, in too small a pool."""
-    rig = Rig(SMALL_POOL, executor=subject.executor, overlap=True, max_num_batched_tokens=200)
+    rig = Rig(
+        subject.small_pool, executor=subject.executor, overlap=True, max_num_batched_tokens=200
+    )
     add_all(rig, subject, sampling)
     rig.drain_overlapped()
     assert rig.scheduler.counts.preempted >= 2
-    return outputs(rig)
+    return outputs(rig, subject)
 
 
 def run_cached(subject: Subject, sampling: Sequence[SamplingParams]) -> list[list[int]]:
     rig = Rig(NUM_BLOCKS, executor=subject.executor)
     add_all(rig, subject, sampling)
     rig.drain()
-    cold = outputs(rig)
+    cold = outputs(rig, subject)
     rig.finished.clear()
     hits = []
     for number, prompt in enumerate(subject.prompts):
         request = rig.add(str(number), prompt, sampling[number])
         rig.drain()
         hits.append(request.cached_tokens)
-    for length, hit in zip(LENGTHS, hits, strict=True):
+    for length, hit in zip(subject.lengths, hits, strict=True):
         # Whole blocks; and of the last one what its first owner has filled.
         assert (length - 1) // 16 * 16 <= hit <= length - 1
-    assert sum(hits) > sum((length - 1) // 16 * 16 for length in LENGTHS)
-    assert outputs(rig) == cold
+    assert sum(hits) > sum((length - 1) // 16 * 16 for length in subject.lengths)
+    assert outputs(rig, subject) == cold
     return cold
 
 
@@ -168,8 +184,8 @@ def run_borrowed(subject: Subject, sampling: Sequence[SamplingParams]) -> list[l
         rig.drain()
         rig.add(str(number), prompt, sampling[number])
         rig.drain()
-    assert rig.scheduler.counts.copied_tokens > 3 * len(LENGTHS)
-    return outputs(rig)
+    assert rig.scheduler.counts.copied_tokens > 3 * len(subject.prompts)
+    return outputs(rig, subject)
 
 
 def run_re_added(subject: Subject, sampling: Sequence[SamplingParams]) -> list[list[int]]:
@@ -180,26 +196,26 @@ def run_re_added(subject: Subject, sampling: Sequence[SamplingParams]) -> list[l
         delivered = whole[number][: len(whole[number]) // 2]
         rig.add(str(number), prompt, sampling[number], output=delivered)
     rig.drain()
-    assert outputs(rig) == whole
+    assert outputs(rig, subject) == whole
     return whole
 
 
 def run_through_host(subject: Subject, sampling: Sequence[SamplingParams]) -> list[list[int]]:
-    """64 streams in a pool that keeps hardly any prefix, so that they come back from the host."""
-    rig = Rig(SMALL_POOL, executor=subject.executor, num_slots=NUM_SLOTS)
-    for number in range(64):
-        rig.add(
-            str(number), subject.prompts[number % len(LENGTHS)], sampling[number % len(LENGTHS)]
-        )
+    """Each prompt four times, in a pool that keeps hardly any prefix, so that they come back from
+    the host."""
+    rig = Rig(subject.small_pool, executor=subject.executor, num_slots=NUM_SLOTS)
+    num_prompts = len(subject.prompts)
+    num_streams = 4 * num_prompts
+    for number in range(num_streams):
+        rig.add(str(number), subject.prompts[number % num_prompts], sampling[number % num_prompts])
     rig.drain()
     assert rig.scheduler.counts.preempted >= 3
     assert rig.tiers is not None
-    assert rig.tiers.counts.loaded > 100
-    for number in range(64):
-        assert (
-            rig.output["ingress", str(number)] == rig.output["ingress", str(number % len(LENGTHS))]
-        )
-    return outputs(rig)
+    assert rig.tiers.counts.loaded > 5 * num_prompts
+    for number in range(num_streams):
+        first = rig.output["ingress", str(number % num_prompts)]
+        assert rig.output["ingress", str(number)] == first
+    return outputs(rig, subject)
 
 
 def run_restarted(subject: Subject, sampling: Sequence[SamplingParams]) -> list[list[int]]:
@@ -213,10 +229,10 @@ def run_restarted(subject: Subject, sampling: Sequence[SamplingParams]) -> list[
     add_all(rig, subject, sampling)
     rig.drain()
     assert rig.tiers is not None
-    num_full = sum((length - 1) // 16 for length in LENGTHS)
+    num_full = sum((length - 1) // 16 for length in subject.lengths)
     assert rig.tiers.counts.promoted >= num_full
     assert rig.tiers.counts.loaded >= num_full
-    return outputs(rig)
+    return outputs(rig, subject)
 
 
 WAYS = [
@@ -236,7 +252,7 @@ WAYS = [
 @pytest.mark.parametrize("way", WAYS)
 def test_greedy_output_is_hugging_faces(subject: Subject, way: object) -> None:
     assert callable(way)
-    assert way(subject, [greedy()] * len(LENGTHS)) == subject.expected
+    assert way(subject, [greedy()] * len(subject.prompts)) == subject.expected
 
 
 SAMPLED = [
@@ -280,7 +296,7 @@ def to_dict(params: SamplingParams) -> dict[str, object]:
 
 
 def test_seeded_output_is_the_same_whatever_happens(subject: Subject) -> None:
-    sampling = [seeded(number) for number in range(len(LENGTHS))]
+    sampling = [seeded(number) for number in range(len(subject.prompts))]
     expected = run_alone(subject, sampling)
     assert expected != subject.expected
     for way in WAYS[1:]:
