@@ -202,13 +202,14 @@ async def _disconnect_ms(client: EngineClient, port: int, body: dict[str, Any]) 
     block is held."""
     connection = await _Connection.open(port)
     connection.post({**body, "max_tokens": 1000, "ignore_eos": True})
-    await connection.reader.readline()
+    if body["stream"]:
+        await connection.reader.readline()
     follower = client.follower
     assert follower is not None
     while follower.load is None or not follower.load.used_blocks:
         await asyncio.sleep(0.001)
     start_s = time.perf_counter()
-    connection.writer.transport.abort()
+    connection.writer.close()
     while follower.load is None or follower.load.used_blocks:
         await asyncio.sleep(0.001)
     return (time.perf_counter() - start_s) * 1000

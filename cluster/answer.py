@@ -1,8 +1,9 @@
 """One request's output as an HTTP answer, whole or as server-sent events, in any dialect.
 
-Invariant: an answer is begun only with output that an engine has accepted, so that its status line
-is never regretted; when the client goes away, at whatever point, the output is closed; and both
-kinds of answer are written from the same deltas by the same dialect.
+Invariant: a stream is begun only with output that an engine has accepted, a whole answer only once
+there is output, so that what fails before has a status of its own; when the client goes away, at
+whatever point, the output is closed; and both kinds of answer are written from the same deltas by
+the same dialect.
 """
 
 import asyncio
@@ -22,9 +23,8 @@ from engine.errors import ShoalError
 logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE = b": keep-alive\n\n"
-_BLANK_S = 0.05
-"""Between two blanks of a slow answer, and before the first: what a client that has left costs the
-engine at most. One that stays costs the ingress as much as a stream of 20 tokens a second."""
+_BLANK_S = 1.0
+"""Between two blanks of a slow answer: what a client that has left meanwhile costs at most."""
 _CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that left; nobody receives it, logs show it."""
 
@@ -70,13 +70,16 @@ async def respond(
     """The response that carries `output`, which is closed on every way out."""
     if streamed:
         return EventStream(output, dialect, keep_alive_s)
-    collecting = asyncio.create_task(_collect(output))
+    choices: dict[int, list[OutputDelta]] = {}
+    collecting = asyncio.create_task(_collect(output, choices))
     watching = asyncio.create_task(_disconnected(request.receive))
+    tasks = {collecting, watching}
     is_handed_over = False
     try:
-        await asyncio.wait(
-            {collecting, watching}, timeout=_BLANK_S, return_when=asyncio.FIRST_COMPLETED
-        )
+        while not any(task.done() for task in tasks):
+            await asyncio.wait(tasks, timeout=keep_alive_s, return_when=asyncio.FIRST_COMPLETED)
+            if choices:
+                break
         if collecting.done():
             body = dialect.whole(collecting.result(), output.usage)
             return Response(body, media_type="application/json")
@@ -94,10 +97,10 @@ async def respond(
 class SlowAnswer(Response):
     """A whole answer that takes its time.
 
-    A proxy takes a client that has left for one that has no more to send, and learns better only
-    when it writes to it. So blanks are sent until the answer is there: JSON allows them before a
-    value. An answer that fails after its status line breaks the connection off, which no client
-    takes for an answer."""
+    Blanks are sent until the answer is there: JSON allows them before a value. They keep the
+    connection open; and a proxy that has passed a status line on takes a client that has left for
+    one that has no more to send, and learns better when it writes to it. An answer that fails now
+    breaks the connection off, which no client takes for an answer."""
 
     media_type = "application/json"
 
@@ -133,8 +136,10 @@ class SlowAnswer(Response):
             self._output.close()
 
 
-async def _collect(output: Output) -> dict[int, list[OutputDelta]]:
-    choices: dict[int, list[OutputDelta]] = {}
+async def _collect(
+    output: Output, choices: dict[int, list[OutputDelta]]
+) -> dict[int, list[OutputDelta]]:
+    """Fills `choices`, and returns it once it is whole."""
     while (entry := await output.next_delta()) is not None:
         index, delta = entry
         choices.setdefault(index, []).append(delta)

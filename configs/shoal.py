@@ -207,7 +207,11 @@ class IngressConfig(Section):
         le=1 << 20,
     )
     keep_alive_s: Duration = live(
-        15.0, "Silence on a stream after which a comment is sent to keep it open.", ge=0.1, le=3600
+        15.0,
+        "Silence after which a stream is sent a comment, and a whole answer of which there is "
+        "something blanks, to keep the connection open.",
+        ge=0.1,
+        le=3600,
     )
     session_header: str = live(
         "X-Session-ID",

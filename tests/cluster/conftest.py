@@ -1,6 +1,8 @@
 """Servers for the ingress's tests: a real engine process, the real HTTP application."""
 
 import contextlib
+import http.client
+import json
 import socket
 import threading
 import time
@@ -52,6 +54,13 @@ class Served:
             assert time.monotonic() < end_s, f"the engine is still busy: {load}"
             time.sleep(0.05)
 
+    def begin(self, path: str, **body: object) -> http.client.HTTPConnection:
+        """Asks, and leaves the answer to be read."""
+        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=20)
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", path, json.dumps({"model": MODEL_NAME, **body}), headers)
+        return connection
+
     def wait_running(self, count: int, timeout_s: float = 5.0) -> None:
         end_s = time.monotonic() + timeout_s
         while self.load()["running"] < count:
@@ -81,7 +90,7 @@ def simulated(**simulation: float) -> EngineConfig:
 
 @contextlib.contextmanager
 def serve_ingress(
-    config: EngineConfig, model_folder: Path, **ingress_fields: int
+    config: EngineConfig, model_folder: Path, **ingress_fields: float
 ) -> Iterator[Served]:
     with LocalEngine.start(config) as engine:
         model = ModelEntry(MODEL_NAME, str(model_folder), aliases=(MODEL_ALIAS,))
