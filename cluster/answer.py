@@ -23,8 +23,6 @@ from engine.errors import ShoalError
 logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE = b": keep-alive\n\n"
-_BLANK_S = 1.0
-"""Between two blanks of a slow answer: what a client that has left meanwhile costs at most."""
 _CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that left; nobody receives it, logs show it."""
 
@@ -86,7 +84,7 @@ async def respond(
         if watching.done():
             return Response(status_code=_CLIENT_CLOSED_REQUEST)
         is_handed_over = True
-        return SlowAnswer(output, dialect, collecting)
+        return SlowAnswer(output, dialect, collecting, keep_alive_s)
     finally:
         watching.cancel()
         if not is_handed_over:
@@ -97,9 +95,7 @@ async def respond(
 class SlowAnswer(Response):
     """A whole answer that takes its time.
 
-    Blanks are sent until the answer is there: JSON allows them before a value. They keep the
-    connection open; and a proxy that has passed a status line on takes a client that has left for
-    one that has no more to send, and learns better when it writes to it. An answer that fails now
+    Blanks keep its connection open: JSON allows them before a value. An answer that fails now
     breaks the connection off, which no client takes for an answer."""
 
     media_type = "application/json"
@@ -109,12 +105,14 @@ class SlowAnswer(Response):
         output: Output,
         dialect: Dialect,
         collecting: "asyncio.Task[dict[int, list[OutputDelta]]]",
+        keep_alive_s: float,
     ) -> None:
         super().__init__()
         del self.headers["content-length"]
         self._output = output
         self._dialect = dialect
         self._collecting = collecting
+        self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watching = asyncio.create_task(_disconnected(receive))
@@ -124,7 +122,9 @@ class SlowAnswer(Response):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             while not any(task.done() for task in tasks):
                 await send({"type": "http.response.body", "body": b" ", "more_body": True})
-                await asyncio.wait(tasks, timeout=_BLANK_S, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    tasks, timeout=self._keep_alive_s, return_when=asyncio.FIRST_COMPLETED
+                )
             if self._collecting.done():
                 body = self._dialect.whole(self._collecting.result(), self._output.usage)
                 await send({"type": "http.response.body", "body": body, "more_body": False})
