@@ -10,9 +10,10 @@ binds as Serve says; its metrics and statistics are for the network's rules to c
 
 import importlib.util
 import shlex
-import socket
 import sys
 from pathlib import Path
+
+from cluster.ports import free_ports
 
 _NUM_THREADS = 2
 _EDITS = (
@@ -62,7 +63,7 @@ def loopback_environment(folder: Path) -> dict[str, str]:
     folder.mkdir(mode=0o700)
     wrapper = folder / "haproxy"
     write_wrapper(wrapper, loopback_only=True)
-    metrics_port, stats_port = _free_ports(2)
+    metrics_port, stats_port = free_ports(2)
     settings = {
         "BINARY_PATH": wrapper,
         "CONFIG_FILE_LOC": folder / "haproxy.cfg",
@@ -80,14 +81,6 @@ def loopback_environment(folder: Path) -> dict[str, str]:
 
 def _bundled(module: Path) -> Path:
     return module.parent / "bin" / "haproxy"
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 if __name__ == "__main__":

@@ -17,12 +17,13 @@ from bench.peers.engine_time import EngineTime, ShoalTime, VllmTime
 from bench.peers.front_client import complete
 from bench.peers.front_report import OURS, Sample, flat
 from bench.peers.run import other_cores
-from bench.peers.server import Server, free_ports, running
+from bench.peers.server import Server, running
 from bench.peers.setup import VLLM, VLLM_ROUTER, PeerMissing, install
 from bench.peers.vllm import SETTINGS, program_environment
 from bench.serve.dialect import BodyOptions, History, request_body
 from bench.serve.http import ConnectionPool
 from cluster import haproxy
+from cluster.ports import free_ports
 from engine.models.resolve import DEFAULT_MODEL, resolve_model
 
 _MODEL_NAME = "default"

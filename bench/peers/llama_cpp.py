@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.peers.server import Server, free_ports, running
+from bench.peers.server import Server, running
 from bench.peers.session import Prompts, Session
 from bench.peers.setup import PeerMissing
+from cluster.ports import free_ports
 
 _SLOTS = 64
 # Of one slot: the longest prompt is 1,024 tokens.

@@ -7,7 +7,6 @@ however that is.
 import http.client
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,15 +57,6 @@ def running(server: Server) -> Iterator[None]:
         yield
     finally:
         _stop(process, server.stop_s)
-
-
-def free_ports(count: int) -> list[int]:
-    """Different ones, free a moment ago."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def _await_ready(process: "subprocess.Popen[bytes]", server: Server) -> None:

@@ -3,13 +3,13 @@ loopback. Prints one line of JSON: where its dashboard is, and what a client's e
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from cluster import haproxy
 from cluster.local_ray import OBJECT_STORE_BYTES, LocalRay
+from cluster.ports import free_ports
 from cluster.reaper import kill_marked
 
 
@@ -42,14 +42,6 @@ class RayHead(LocalRay):
 
     def _stop(self) -> None:
         kill_marked(self.mark)
-
-
-def free_ports(num: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(num)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def main() -> None:

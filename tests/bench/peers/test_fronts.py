@@ -17,9 +17,10 @@ from bench.peers import fronts
 from bench.peers.engine_time import EngineShare, ShoalTime, VllmTime, share_between, totals
 from bench.peers.front_client import Answer, complete, get
 from bench.peers.front_report import Sample, flat
-from bench.peers.server import Server, free_ports, running
+from bench.peers.server import Server, running
 from bench.peers.setup import PeerMissing
 from bench.serve.http import ConnectionPool
+from cluster.ports import free_ports
 from tests.bench.serve.scripted import DONE, HEAD, chunked, content, event, plain, scripted, usage
 
 METRICS = """# HELP vllm:request_queue_time_seconds Histogram of time spent in WAITING phase.
