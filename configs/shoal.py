@@ -208,8 +208,8 @@ class IngressConfig(Section):
     )
     keep_alive_s: Duration = live(
         15.0,
-        "Silence after which a stream is sent a comment, and a whole answer of which there is "
-        "something blanks, to keep the connection open.",
+        "Silence after which a comment is sent on a stream, or a blank before a whole answer whose "
+        "first token is there, to keep the connection open.",
         ge=0.1,
         le=3600,
     )

@@ -5,7 +5,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import httpx
 import openai
 import pytest
 
+from cluster.ports import free_ports
 from cluster.reaper import marked
 from tests.cluster.live import Live, open_stream, under_load
 
@@ -69,8 +69,7 @@ class Running(Live):
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     config = tmp_path_factory.mktemp("cluster") / "shoal.yaml"
     config.write_text(CONFIG.format(port=port))
     command = [sys.executable, "-m", "cluster", "serve", str(config)]

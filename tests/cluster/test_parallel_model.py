@@ -5,7 +5,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from cluster.ports import free_ports
 from engine.models.resolve import resolve_model
 from tests.cluster.live import Live, open_stream
 
@@ -60,8 +60,7 @@ def save_model(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("parallel")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     config = folder / "shoal.yaml"
     config.write_text(CONFIG.format(port=port, folder=save_model(folder / "model")))
     with (folder / "stderr").open("w") as stderr:

@@ -18,6 +18,7 @@ import httpx
 import openai
 import pytest
 
+from cluster.ports import free_ports
 from cluster.reaper import marked
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -26,12 +27,6 @@ _READY_S = 150
 _QUESTION: Any = [
     {"role": "user", "content": "What is the capital of France? Answer in one sentence."}
 ]
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _processes_of(folder: Path) -> list[str]:
@@ -97,7 +92,8 @@ class Command:
 
 @contextlib.contextmanager
 def _serving(folder: Path, *options: str) -> Iterator[Command]:
-    port, errors = _free_port(), folder / "stderr"
+    (port,) = free_ports(1)
+    errors = folder / "stderr"
     with errors.open("w") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", "cluster", "serve", "--port", str(port), *options],

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cluster.ports import free_ports
 from configs.secret import write_secret
 from tests.deploy.rig import NUM_CPUS, Deployed, effects, model
 
@@ -38,8 +38,7 @@ def ray_cluster() -> Iterator[dict[str, Any]]:
 def _deployed(ray_cluster: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Deployed:
     folder = tmp_path_factory.mktemp("deploy")
     write_secret(folder / "secret")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     config = {
         "models": [model("good"), model("heavy", placement={"num_cpus": 1.5})],
         "ingress": {"port": port},
